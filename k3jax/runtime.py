@@ -130,7 +130,7 @@ class Model:
             embeddings_BTD = _pad(np.asarray(embeddings_BTD), bucket(T, MIN_TOKENS))
         lengths = self._lengths(lengths_B, B, T)
         logits, aux = self._forward(
-            self._leaves, tokens_BT, embeddings_BTD, lengths, tuple(sorted(collect))
+            self._leaves, tokens_BT, embeddings_BTD, lengths, collect=tuple(sorted(collect))
         )
         return logits[:, :T], {name: a[:, :, :T] for name, a in aux.items()}
 
