@@ -8,3 +8,9 @@ GOLDEN_BF16_TOP1 = 0.60
 # Decisions closer than this are not compared: score gap; gap over the standard deviation of scores.
 ROUTER_MARGIN = 1e-5
 DSA_MARGIN = 2e-5
+
+# tests/unit/test_model.py
+MODEL_FP32 = 2e-5
+GRADIENT_SLOPE = 2e-2  # central difference of a float32 loss
+# tests/unit/test_attention_residuals.py: max|d| / max|want|
+DEPTH_MIX_FP32 = 2e-6
