@@ -21,7 +21,9 @@ def layer_list(num_layers: int, global_layers, dense: int = 1) -> tuple[LayerSpe
 
 def config(num_layers=9, global_layers=(4, 8, 9), *, dsa=True, block=4, **changes) -> Config:
     fields = {
-        "architecture": "KimiK31ForConditionalGeneration" if dsa else "KimiK3ForConditionalGeneration",
+        "architecture": "KimiK31ForConditionalGeneration"
+        if dsa
+        else "KimiK3ForConditionalGeneration",
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 96,

@@ -43,7 +43,9 @@ def relative(got, want) -> float:
 def to_the_front(ids: np.ndarray, mask: np.ndarray):
     """Left-padded rows moved to the front: (ids, lengths)."""
     lengths = mask.sum(1).astype(np.int32)
-    return np.stack([np.roll(row, n - len(row)) for row, n in zip(ids, lengths, strict=True)]), lengths
+    return np.stack(
+        [np.roll(row, n - len(row)) for row, n in zip(ids, lengths, strict=True)]
+    ), lengths
 
 
 def inputs(z, case):

@@ -15,7 +15,12 @@ N, B, T, D, READS = 8, 2, 5, 24, 6
 def draw(seed, scale=1.0):
     rng = np.random.default_rng(seed)
     bank = rng.normal(size=(N, B, T, D)) * scale
-    return bank, rng.normal(size=(B, T, D)), 1 + 0.3 * rng.normal(size=(READS, D)), rng.normal(size=(READS, D))
+    return (
+        bank,
+        rng.normal(size=(B, T, D)),
+        1 + 0.3 * rng.normal(size=(READS, D)),
+        rng.normal(size=(READS, D)),
+    )
 
 
 def oracle(sources, norm, query):

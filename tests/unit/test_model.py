@@ -112,7 +112,9 @@ def test_padding_changes_nothing(dsa, poison):
     lengths = jnp.array([5, 23, 1], jnp.int32)
     clean = module.embed_tokens(tiny.tokens(3, 32))
     pad = (jnp.arange(32) >= lengths[:, None])[..., None]
-    junk = 50 * jax.random.normal(jax.random.key(5), clean.shape) if poison == "garbage" else jnp.nan
+    junk = (
+        50 * jax.random.normal(jax.random.key(5), clean.shape) if poison == "garbage" else jnp.nan
+    )
     from k3jax.cache.state import empty
 
     @jax.jit
@@ -191,7 +193,9 @@ def test_one_compilation_a_bucket_and_none_after_warm_up():
     for _ in range(40):
         length = int(rng.integers(1, 65))
         lengths = rng.integers(0, length + 1, 2)
-        _, cache = m.prefill(tiny.tokens(2, length), m.init_cache(2, int(rng.integers(65, 129))), lengths)
+        _, cache = m.prefill(
+            tiny.tokens(2, length), m.init_cache(2, int(rng.integers(65, 129))), lengths
+        )
         m.decode(tiny.tokens(1, 2)[0], cache)
     assert m.compilations == warm
 
@@ -222,9 +226,14 @@ def test_gradient_through_the_whole_model(dsa, experts):
     keys = jax.random.split(jax.random.key(0), len(leaves))
     direction = jax.tree.unflatten(
         jax.tree.structure(params),
-        [jax.random.normal(k, g.shape) * jnp.sqrt(jnp.mean(g**2) + 1e-12) for k, g in zip(keys, leaves, strict=True)],
+        [
+            jax.random.normal(k, g.shape) * jnp.sqrt(jnp.mean(g**2) + 1e-12)
+            for k, g in zip(keys, leaves, strict=True)
+        ],
     )
-    slope = sum(float(jnp.vdot(g, d)) for g, d in zip(leaves, jax.tree.leaves(direction), strict=True))
+    slope = sum(
+        float(jnp.vdot(g, d)) for g, d in zip(leaves, jax.tree.leaves(direction), strict=True)
+    )
     step = 1e-2
     f = jax.jit(loss)
     up = f(jax.tree.map(lambda p, d: p + step * d, params, direction))
@@ -254,7 +263,10 @@ def test_a_token_cannot_see_the_future():
         (lambda m: m(np.zeros((3,), np.int32)), r"shape \(3,\)"),
         (lambda m: m.init_cache(1, 5000), "5000"),
         (lambda m: m.init_cache(0, 50), "batch=0"),
-        (lambda m: m.prefill(tiny.tokens(1, 70), m.init_cache(1, 60)), "70 more exceed its length 64"),
+        (
+            lambda m: m.prefill(tiny.tokens(1, 70), m.init_cache(1, 60)),
+            "70 more exceed its length 64",
+        ),
         (lambda m: m.prefill(tiny.tokens(2, 3), m.init_cache(1, 60)), "2 rows"),
         (lambda m: m.prefill(tiny.tokens(1, 3), m.init_cache(1, 60), [4]), r"\[4\]"),
         (lambda m: m.forward(tiny.tokens(1, 3), collect=("colour",)), "colour"),
