@@ -1,4 +1,4 @@
-"""One decoder layer: two depth mixes, an attention of either kind, a feed-forward of either kind."""
+"""One decoder layer: two depth mixes, attention and feed-forward of either kind."""
 
 from __future__ import annotations
 
