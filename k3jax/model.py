@@ -161,7 +161,7 @@ class Transformer(nnx.Module):
         )
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """[..., D] -> [..., V] float32 (rounded to the compute dtype first, as the published code)."""
+        """[..., D] -> [..., V] float32, rounded to the compute dtype first."""
         return linear(hidden_BTD, self.lm_head).astype(jnp.float32)
 
     def __call__(

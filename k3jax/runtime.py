@@ -135,7 +135,7 @@ class Model:
         return logits[:, :T], {name: a[:, :, :T] for name, a in aux.items()}
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """An empty cache for ``batch`` rows of at least ``max_length`` tokens (a bucket is chosen)."""
+        """An empty cache for ``batch`` rows of ``max_length`` tokens, rounded up to a bucket."""
         limit = self.config.max_position_embeddings
         if batch < 1:
             raise InputError(f"batch={batch}: at least 1")

@@ -21,9 +21,7 @@ def layer_list(num_layers: int, global_layers, dense: int = 1) -> tuple[LayerSpe
 
 def config(num_layers=9, global_layers=(4, 8, 9), *, dsa=True, block=4, **changes) -> Config:
     fields = {
-        "architecture": "KimiK31ForConditionalGeneration"
-        if dsa
-        else "KimiK3ForConditionalGeneration",
+        "architecture": f"KimiK3{'1' if dsa else ''}ForConditionalGeneration",
         "vocab_size": 96,
         "hidden_size": 64,
         "intermediate_size": 96,

@@ -154,17 +154,13 @@ def _chosen(selected_BTk: jax.Array, S: int) -> jax.Array:
 
 def _attention_probs(q_BTHQ, rows_BSC, w_k_HNC, valid_BTS, scale: float) -> jax.Array:
     """Attention probabilities over the valid keys, summed over heads: float32 [B, T, S]."""
-    nope, C = w_k_HNC.shape[1:]
+    C = w_k_HNC.shape[-1]
 
     def one_head(total, head):
         q_BTQ, w_k_NC = head
         k = jnp.einsum("bsc,nc->bsn", rows_BSC[..., :C], w_k_NC)
-        scores = jnp.einsum(
-            "btn,bsn->bts", q_BTQ[..., :nope], k, preferred_element_type=jnp.float32
-        )
-        scores += jnp.einsum(
-            "btr,bsr->bts", q_BTQ[..., nope:], rows_BSC[..., C:], preferred_element_type=jnp.float32
-        )
+        k = jnp.concatenate([k, rows_BSC[..., C:]], axis=-1)
+        scores = jnp.einsum("btq,bsq->bts", q_BTQ, k, preferred_element_type=jnp.float32)
         return total + jax.nn.softmax(scores * scale, axis=-1, where=valid_BTS), None
 
     zero = jnp.zeros(valid_BTS.shape, jnp.float32)

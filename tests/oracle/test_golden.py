@@ -1,8 +1,8 @@
 """Outputs of Moonshot's own modelling code on tiny checkpoints in the real format.
 
 `tests/golden/` holds three checkpoints and what the published PyTorch code computed on them (fp32,
-eager attention, CPU). The K3.1 cases add an indexer written from the articles on DSA. Decisions that
-are closer than the margins below could flip by rounding alone and are not compared.
+eager attention, CPU). The K3.1 cases add an indexer written from the articles on DSA. Decisions
+closer than the margins below could flip by rounding alone and are not compared.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_greedy(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_chunked_prefill(folder):
-    """A prompt in pieces of every size from 1 to 16, then the rest, ends where the whole one ends."""
+    """A first piece of 1 to 16 tokens, then the rest, ends where the whole prompt ends."""
     model, z = load(folder)
     ids = z["prefill_L67/input_ids"]
     want = z["prefill_L67/logits_float32"][:, -1]
@@ -189,7 +189,7 @@ def test_chunked_prefill(folder):
 @pytest.mark.parametrize("case", ["prefill_L67", "prefill_L130"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_forward_bf16(folder, case):
-    """Catches gross errors only: the published bf16 model is itself up to 0.28 from its fp32 form."""
+    """Gross errors only: the published bf16 model is itself up to 0.28 from its fp32 form."""
     model, z = load(folder, jnp.bfloat16)
     got = np.asarray(model(z[f"{case}/input_ids"]))
     want = z[f"{case}/logits_bfloat16"]
