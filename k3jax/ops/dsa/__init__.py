@@ -171,7 +171,9 @@ def attend(
     # Gathered rows before and after masking, scores and weights, weighted rows.
     size = q_BTHQ.dtype.itemsize
     per_query = batch * (topk * row * size * 2 + heads * (topk * 8 + row * 8))
-    query_block = query_block or max(1, min(queries, blocks.BUDGET_BYTES // per_query))
+    if query_block is None:
+        fits = blocks.BUDGET_BYTES // per_query
+        query_block = queries if queries <= fits else blocks.power_of_two(fits)
     return xla.gathered(
         *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk), scale=scale, query_block=query_block
     )

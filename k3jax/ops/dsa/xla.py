@@ -14,7 +14,10 @@ ABSENT = jnp.iinfo(jnp.int32).max  # sorts after every position
 def scores(q_BTHK, k_BSK, w_BTH):
     """The indexer's scores for every query and key, float32 [B, T, S]."""
     dot_BTHS = blocks.einsum("bthk,bsk->bths", q_BTHK, k_BSK)
-    return (jax.nn.relu(dot_BTHS) * w_BTH[..., None]).sum(2)
+    # A ReLU that keeps NaN. XLA:CPU turns relu(NaN) into 0 once maximum is fused (its fast
+    # minimum and maximum), and a NaN key would rank above every negative score.
+    relu_BTHS = jnp.where(dot_BTHS <= 0, 0.0, dot_BTHS)
+    return (relu_BTHS * w_BTH[..., None]).sum(2)
 
 
 def ranked(score_BTS, legal_BTS):

@@ -70,7 +70,8 @@ def _einsum_backward(subscripts, inputs, g):
 _einsum_bfloat16.defvjp(_einsum_forward, _einsum_backward)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The largest power of two up to ``n``, at least 1."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
@@ -95,14 +96,14 @@ def plan(
         return queries, keys
     query_block = (budget - keys * per_key) // (keys * pair + per_query)
     if query_block >= min(queries, QUERY_BLOCK):
-        return min(queries, _power_of_two(query_block)), keys
+        return min(queries, power_of_two(query_block)), keys
     query_block = min(queries, QUERY_BLOCK)
     while True:
         key_block = (budget - query_block * per_query) // (query_block * pair + per_key)
         if key_block >= min(keys, key_floor) or query_block == 1:
             break
         query_block = max(1, query_block // 2)
-    return query_block, min(keys, max(_power_of_two(key_block), min(key_floor, 128)))
+    return query_block, min(keys, max(power_of_two(key_block), min(key_floor, 128)))
 
 
 def over_queries(function: Callable, block: int, arrays: tuple, fills: tuple):
