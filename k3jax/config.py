@@ -135,7 +135,9 @@ class Config:
     pad_token_id: int
     media_token_id: int
     mxfp4_experts: bool = True
-    norm_weight_after_cast: bool = True  # open question 3: HF order, cast to the model dtype before the weight
+    norm_weight_after_cast: bool = (
+        True  # open question 3: HF order, cast to the model dtype before the weight
+    )
     router_dtype: str = "float32"  # open question 6
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 

@@ -84,13 +84,14 @@ class LatentMoE(nnx.Module):
         config, moe = self.config, self.config.moe
         B, T, D = x_BTD.shape
         x_ND = x_BTD.reshape(B * T, D)
-        scores = routing.scores(x_ND, self.router[...], dtype=config.router_dtype)
-        ids, weights = routing.select(
-            scores,
+        ids, weights = routing.route(
+            x_ND,
+            self.router[...],
             self.router_bias[...],
             moe.num_experts_per_token,
             scaling=moe.routed_scaling_factor,
             renormalize=moe.renormalize,
+            dtype=config.router_dtype,
         )
         routed = experts(
             linear(x_ND, self.latent_down),
@@ -113,6 +114,6 @@ class LatentMoE(nnx.Module):
         aux = {
             "expert_ids": per_token(ids),
             "expert_weights": per_token(weights),
-            "router_scores": per_token(scores),
+            "router_scores": per_token(routing.scores(x_ND, self.router[...], config.router_dtype)),
         }
         return out, aux

@@ -12,6 +12,12 @@ from k3jax.ops.routing import xla
 IMPLEMENTATIONS = {"xla": xla.route}
 
 
+def scores(x_ND: jax.Array, w_ED: jax.Array, dtype: DTypeLike = "float32") -> jax.Array:
+    """Unbiased router scores ``sigmoid(w x)``, float32 [N, E]: what `route` chooses from, and what
+    Quantile Balancing sets the bias by."""
+    return xla.scores(x_ND, w_ED, jnp.dtype(dtype))
+
+
 def route(
     x_ND: jax.Array,
     w_ED: jax.Array,

@@ -29,6 +29,16 @@ def route(
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`k3jax.ops.routing.route`."""
+    score_NE = scores(x_ND, w_ED, dtype)
+    ids_Nk = select(score_NE + bias_E, k)
+    weights_Nk = jnp.take_along_axis(score_NE, ids_Nk, axis=1)
+    if renormalize:
+        weights_Nk = weights_Nk / (weights_Nk.sum(axis=1, keepdims=True) + EPS)
+    return ids_Nk, weights_Nk * scaling
+
+
+def scores(x_ND: jax.Array, w_ED: jax.Array, dtype: np.dtype) -> jax.Array:
+    """See :func:`k3jax.ops.routing.scores`."""
     logits_NE = lax.dot_general(
         x_ND.astype(dtype),
         w_ED.astype(dtype),
@@ -36,9 +46,4 @@ def route(
         precision=lax.Precision.HIGHEST,  # a TPU's default rounds float32 inputs to bfloat16
         preferred_element_type=jnp.float32,
     )
-    score_NE = jax.nn.sigmoid(logits_NE)
-    ids_Nk = select(score_NE + bias_E, k)
-    weights_Nk = jnp.take_along_axis(score_NE, ids_Nk, axis=1)
-    if renormalize:
-        weights_Nk = weights_Nk / (weights_Nk.sum(axis=1, keepdims=True) + EPS)
-    return ids_Nk, weights_Nk * scaling
+    return jax.nn.sigmoid(logits_NE)
