@@ -139,7 +139,8 @@ class Filler:
             self._check_scales(scales, piece.scale_name, part)
             values = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1)
             values = values.reshape(rows, -1, names.GROUP)
-            values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
+            with np.errstate(over="ignore"):  # bytes 253 and 254 reach beyond float32
+                values = np.ldexp(values, scales[..., None].astype(np.int32) - 127)
             plain = values.reshape(rows, columns)[:, left:right]
             view[row - top : row - top + rows] = plain.astype(view.dtype)
 

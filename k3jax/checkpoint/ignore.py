@@ -7,7 +7,7 @@ K3's own list leaves out linears that are stored in bfloat16.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from k3jax.checkpoint import names as table
@@ -30,11 +30,11 @@ class Decision:
     ignored_by: str | None
 
 
-def matches(entry: str, module: str) -> bool:
+def matcher(entry: str) -> Callable[[str], object]:
     """Whether an entry means a module: ``re:`` is anchored at the start, other names are exact."""
     if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return entry in (module, module.removeprefix(table.PREFIX))
+        return re.compile(entry.removeprefix("re:")).match
+    return {entry, table.PREFIX + entry}.__contains__
 
 
 def linears(names: Iterable[str]) -> dict[str, bool]:
@@ -52,9 +52,10 @@ def linears(names: Iterable[str]) -> dict[str, bool]:
 def decisions(config: Config, names: Iterable[str]) -> dict[str, Decision]:
     """The decision for every linear of a checkpoint, from its tensor names alone."""
     entries = config.quantization.ignore if config.quantization else ()
+    tests = [(entry, matcher(entry)) for entry in entries]
     result = {}
     for module, packed in linears(names).items():
-        hit = next((entry for entry in entries if matches(entry, module)), None)
+        hit = next((entry for entry, test in tests if test(module)), None)
         result[module] = Decision(packed, hit)
     return result
 
@@ -91,14 +92,12 @@ def check(config: Config, names: Iterable[str]) -> tuple[list[str], list[str]]:
                 f"{module}.weight is not quantised, yet no entry of the ignore list names it"
             )
     unmatched = [
-        f"ignore entry {entry!r}"
-        for entry in rules.ignore
-        if not any(matches(entry, module) for module in found)
+        f"ignore entry {entry!r}" for entry in rules.ignore if not any(map(matcher(entry), found))
     ]
     unmatched += [
         f"target {entry!r}"
         for entry in rules.targets
-        if entry != "Linear" and not any(matches(entry, module) for module in found)
+        if entry != "Linear" and not any(map(matcher(entry), found))
     ]
     return problems, unmatched
 

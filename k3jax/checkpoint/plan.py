@@ -11,7 +11,7 @@ from k3jax.config import Config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SHOWN = 8  # problems of one kind that are spelled out
+SHOWN = 20  # problems of one kind that are spelled out
 FLOATS = ("BF16", "F32", "F16")
 
 

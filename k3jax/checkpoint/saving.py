@@ -50,16 +50,18 @@ def _shards(
     last = max((spec.layer or 0 for spec in specs.values()), default=0) + 1
     order = sorted(specs, key=lambda n: last if specs[n].layer is None else specs[n].layer or 0)
     sizes = {name: specs[name].size * dtypes[name].itemsize for name in specs}
-    limit = min(limit, -(-sum(sizes.values()) // least))
+    total = sum(sizes.values())
+    count = max(least, -(-total // limit))  # even shards, unless tensors are too big for that
     shards: list[list[str]] = [[]]
-    used = 0
+    used = written = 0
     for place, name in enumerate(order):
-        short = least - len(shards)  # shards still to be opened
-        if shards[-1] and (used + sizes[name] > limit or len(order) - place <= short):
+        due = written >= total * len(shards) / count or used + sizes[name] > limit
+        if shards[-1] and (due or len(order) - place <= least - len(shards)):
             shards.append([])
             used = 0
         shards[-1].append(name)
         used += sizes[name]
+        written += sizes[name]
 
     def inside(name: str) -> tuple[Any, ...]:
         # widest dtype first, then one parameter after another so that each is fetched once
