@@ -1,8 +1,13 @@
-"""The model configuration: frozen dataclasses, the layer schedule, and every rule about a config."""
+"""The model configuration: frozen dataclasses and the layer schedule (rules: config_rules)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from k3jax.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -13,6 +18,10 @@ class KDAConfig:
     head_dim: int  # K = V
     conv_width: int  # short_conv_kernel_size
     gate_lower_bound: float | None  # None: softplus decay of Kimi Linear
+    state_dtype: str = (
+        "float32"  # open question: serving engines default to float32, bfloat16 opt-in
+    )
+    dt_bias_init: str = "log_uniform"  # open question: or "zeros"
 
     @property
     def width(self) -> int:
@@ -29,7 +38,7 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    latent_norm_eps: float = 1e-6  # open question 1 of the facts: q_a_layernorm and kv_a_layernorm
+    latent_norm_eps: float = 1e-6  # open question: q_a_layernorm, kv_a_layernorm; engines use 1e-5
 
     @property
     def qk_head_dim(self) -> int:
@@ -47,7 +56,8 @@ class DSAConfig:
     num_heads: int
     head_dim: int
     topk: int
-    key_norm_eps: float = 1e-6  # open question 2
+    key_norm_eps: float = 1e-6  # open question: DeepSeek V3.2's value; a port uses rms_norm_eps
+    topk_key: str = "index_topk"  # open question: the name this checkpoint gives to ``topk``
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,23 @@ class VisionConfig:
     merge: tuple[int, int]
     text_hidden_size: int
     projector_eps: float
+    position_time: int = 4  # init_pos_emb_time: the most frames of one item
+    norm_eps: float = (
+        2.0**-23
+    )  # eps left unset in Moonshot's code means the float32 machine epsilon
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """Which linears are MXFP4 (``quantization_config``). The format itself is fixed.
+
+    ``ignore`` holds module names and ``re:`` patterns. Published lists are known to leave out
+    unquantised linears (router, latent projections, Attention Residuals queries), so the loader
+    decides by the presence of ``weight_packed`` and uses the list as a cross-check only.
+    """
+
+    targets: tuple[str, ...] = ("Linear",)
+    ignore: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,26 +120,57 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Layers as ``head`` (one by one), ``num_periods`` times ``period`` (scanned), ``tail`` (one by one)."""
+    """``head`` (one by one), ``num_periods`` times ``period`` (scanned), ``tail`` (one by one)."""
 
     head: tuple[LayerSpec, ...]
     period: tuple[LayerSpec, ...]
     num_periods: int
     tail: tuple[LayerSpec, ...]
 
+    def expand(self) -> tuple[LayerSpec, ...]:
+        """The layers in order."""
+        return self.head + self.period * self.num_periods + self.tail
+
     def locate(self, layer: int) -> tuple[str, int, int | None]:
-        """0-based layer -> (group "head" | "period" | "tail", index in the group, period number or None)."""
+        """0-based layer -> ("head" | "period" | "tail", index in it, period number or None)."""
         if layer < len(self.head):
             return "head", layer, None
         layer -= len(self.head)
-        if layer < len(self.period) * self.num_periods:
+        if self.num_periods and layer < len(self.period) * self.num_periods:
             return "period", layer % len(self.period), layer // len(self.period)
         return "tail", layer - len(self.period) * self.num_periods, None
 
 
+@lru_cache(maxsize=256)
+def find_schedule(layers: tuple[LayerSpec, ...]) -> Schedule:
+    """The split of ``layers`` that covers the most layers by at least two repeats of one period.
+
+    Dense layers always go to the head. Among equal covers the shortest tail wins, then the shortest
+    period; with no repeat at all every layer is in the head. K3: layers 0-3, then 22 times
+    (3 KDA + 1 global), then the last global layer.
+    """
+    total = len(layers)
+    first = max((i + 1 for i, spec in enumerate(layers) if spec.ffn == "dense"), default=0)
+    best = (0, 0, 0, 0, 0)  # covered, -tail, -period, head, repeats
+    for period in range(1, (total - first) // 2 + 1):
+        run = 0  # layers after `head` that equal the layer one period later
+        for head in range(total - period - 1, first - 1, -1):
+            run = run + 1 if layers[head] == layers[head + period] else 0
+            repeats = run // period + 1
+            if repeats >= 2:
+                covered = repeats * period
+                tail = total - head - covered
+                best = max(best, (covered, -tail, -period, head, repeats))
+    covered, _, negative_period, head, repeats = best
+    if not covered:
+        return Schedule(layers, (), 0, ())
+    period = -negative_period
+    return Schedule(layers[:head], layers[head : head + period], repeats, layers[head + covered :])
+
+
 @dataclass(frozen=True)
 class Config:
-    """A Kimi K3 or K3.1 Pro model. ``dsa`` is None for K3; ``vision`` is None for a text-only checkpoint."""
+    """A Kimi K3 or K3.1 Pro model. ``dsa`` is None for K3, ``vision`` is None for text only."""
 
     architecture: str
     vocab_size: int
@@ -134,12 +192,46 @@ class Config:
     eos_token_id: int
     pad_token_id: int
     media_token_id: int
+    model_type: str = "kimi_k3"  # open question for K3.1: dispatch never depends on it
     mxfp4_experts: bool = True
-    norm_weight_after_cast: bool = (
-        True  # open question 3: HF order, cast to the model dtype before the weight
-    )
-    router_dtype: str = "float32"  # open question 6
+    quantization: QuantizationConfig | None = None  # None with mxfp4_experts False: plain experts
+    norm_weight_after_cast: bool = True  # open question: cast to the model dtype, then the weight
+    router_dtype: str = "float32"  # open question: engines feed bfloat16 and accumulate in float32
+    attn_res_dtype: str = "float32"  # open question: one engine keeps norm*query in bfloat16
+    per_head_muon_scale: str = "spectral"  # open question: max(1, rows/columns)**0.5 per head block
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def from_hf(cls, source: str | Path | dict[str, Any]) -> Config:
+        """Reads a published configuration.
+
+        Args:
+          source: a checkpoint folder, a ``config.json``, or its content.
+        Raises:
+          ConfigError: every rule that is broken, each with the field and its value.
+        """
+        from k3jax.config_hf import read
+
+        return read(source)
+
+    @classmethod
+    def preset(cls, name: str) -> Config:
+        """A configuration shipped with the package: "kimi-k3", "kimi-k3.1-pro" or "nano"."""
+        if name not in presets():
+            raise ConfigError(f"no preset is called {name!r}; there are {', '.join(presets())}")
+        return cls.from_hf(resolve(name))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The nested dictionary of ``config.json``; ``from_hf(c.to_hf()) == c``."""
+        from k3jax.config_write import write
+
+        return write(self)
+
+    def truncated(self, num_layers: int) -> Config:
+        """The same model with its first ``num_layers`` layers only."""
+        if not 1 <= num_layers <= self.num_layers:
+            raise ConfigError(f"layers = {num_layers} is outside 1..{self.num_layers}")
+        return replace(self, layers=self.layers[:num_layers])
 
     @property
     def num_layers(self) -> int:
@@ -147,9 +239,41 @@ class Config:
 
     @property
     def num_blocks(self) -> int:
-        """Rows of the Attention Residuals bank at the end: the embedding and the finished blocks."""
+        """Rows of the Attention Residuals bank at the end: the embedding, the finished blocks."""
         return -(-self.num_layers // self.attn_res_block_size)
 
     @property
     def schedule(self) -> Schedule:
-        raise NotImplementedError
+        """Layers as head, scanned periods and tail; see :func:`find_schedule`."""
+        return find_schedule(self.layers)
+
+
+def _preset_roots() -> list[Path]:
+    package = Path(__file__).resolve().parent
+    return [package / "configs" / "models", package.parent / "configs" / "models"]  # wheel, clone
+
+
+def presets() -> list[str]:
+    """Names of the shipped models."""
+    found = {path.parent.name for root in _preset_roots() for path in root.glob("*/config.json")}
+    return sorted(found)
+
+
+def resolve(path_or_preset: str | Path) -> Path:
+    """The folder of a preset or of a checkpoint.
+
+    A bare name that is a preset means the preset; write ``./name`` for a folder of that name.
+
+    Raises:
+      ConfigError: neither a preset nor a folder with a ``config.json``.
+    """
+    name = str(path_or_preset)
+    for root in _preset_roots():
+        if name in presets() and (root / name / "config.json").is_file():
+            return root / name
+    path = Path(path_or_preset).expanduser()
+    folder = path.parent if path.name == "config.json" else path
+    if (folder / "config.json").is_file():
+        return folder
+    what = "has no config.json" if folder.is_dir() else "is not a folder"
+    raise ConfigError(f"{name!r} {what}, and no preset has that name ({', '.join(presets())})")
