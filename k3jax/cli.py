@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # What is still buffered has nowhere to go; without this the interpreter complains at exit.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _fail("stdout was closed before the end")
     except K3Error as error:
         return _fail(str(error))

@@ -56,7 +56,7 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
-def _on_event(event: str, seconds: float, **_) -> None:
+def _on_event(event: str, duration_secs: float, **_) -> None:
     if event.startswith(_COMPILE_EVENTS):
         for clock in _active:
-            clock._add(event, seconds)
+            clock._add(event, duration_secs)
