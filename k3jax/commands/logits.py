@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+INSIDE = ("hidden", "expert_ids", "expert_weights", "selected")  # written where collected
+
+
 @dataclass(frozen=True)
 class Logits:
     """Write logits, and where asked the inside of the layers, for an array of token ids.
@@ -71,12 +74,12 @@ class Logits:
 
         import k3jax
 
-        model, _ = k3jax.load(self.directory, dtype=jnp.dtype(self.dtype))
+        model, _ = k3jax.load(self.directory, dtype=jnp.dtype(self.dtype), tokenizer=False)
         if self.incremental is not None:
             arrays = {"logits": incremental_logits(model, tokens_BT, self.incremental)}
         else:
             logits_BTV, inside = model.forward(tokens_BT, collect=collect)
-            arrays = {"logits": logits_BTV, **inside}
+            arrays = {"logits": logits_BTV, **{key: inside[key] for key in INSIDE if key in inside}}
         save(
             out,
             {

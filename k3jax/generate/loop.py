@@ -15,8 +15,6 @@ from k3jax.generate.sampling import BAD_ROW, check_options, sample_step
 from k3jax.generate.timing import CompileClock
 from k3jax.tokenizer import StreamDecoder, Tokenizer
 
-MIN_CACHE = 128  # rows
-
 
 @dataclass(frozen=True)
 class Generation:
@@ -115,7 +113,7 @@ def generate(
         stop_ids = tokenizer.stop_ids | {config.eos_token_id}
     stops = frozenset(stop_ids)
     needed = len(ids_T) + max_new_tokens
-    cache = model.init_cache(1, cache_length(needed, config.max_position_embeddings))
+    cache = model.init_cache(1, needed)
     if cache.max_length < needed:
         raise InputError(
             f"prompt of {len(ids_T)} tokens and max_new_tokens {max_new_tokens} exceed the cache's"
@@ -185,15 +183,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
     if isinstance(prompt, str) and tokenizer.add_bos and tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids_T]
     return ids_T
-
-
-def cache_length(needed: int, limit: int) -> int:
-    """Rows of the cache for ``needed`` tokens: few different sizes, at most a quarter unused.
-
-    Multiples of MIN_CACHE, above 1,024 of an eighth of the next power of two; at most ``limit``.
-    """
-    step = max(MIN_CACHE, 1 << max(0, (needed - 1).bit_length() - 3))
-    return min(-(-needed // step) * step, limit)
 
 
 def _check_prompt(ids_T: Sequence[int], config, max_new_tokens: int) -> None:

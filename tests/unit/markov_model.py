@@ -46,6 +46,8 @@ class MarkovModel:
         self.calls: list[tuple[str, int]] = []
 
     def init_cache(self, batch, max_length):
+        assert 1 <= max_length <= self.config.max_position_embeddings
+        max_length = 1 << max(7, (max_length - 1).bit_length())
         zero_B = jnp.asarray(np.zeros(batch, np.int32))
         return MarkovCache(zero_B, zero_B, jnp.asarray(np.zeros(max_length, np.float32)))
 
@@ -72,7 +74,7 @@ class MarkovModel:
         )
         parts = {
             "hidden": {"hidden": some.astype(jnp.bfloat16)},
-            "routing": {"expert_ids": some, "expert_weights": some.astype(jnp.float32)},
+            "routing": {"expert_ids": some, "expert_weights": some.astype(jnp.float32), "x": some},
             "index": {"selected": some},
         }
         inside: dict[str, jax.Array] = {}

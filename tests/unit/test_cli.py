@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -30,9 +31,9 @@ def model(monkeypatch):
     model = MarkovModel(table_VV, eos_token_id=257, dsa="an indexer")
     model.loads = []
 
-    def load(where, layout=None, dtype=jnp.bfloat16):
+    def load(where, dtype=jnp.bfloat16, tokenizer=True):
         model.loads.append((where, jnp.dtype(dtype).name))
-        return model, TOKENIZER
+        return model, TOKENIZER if tokenizer else None
 
     monkeypatch.setattr(k3jax, "load", load, raising=False)
     from_hf = staticmethod(lambda path: model.config)
@@ -166,13 +167,18 @@ class TestErrors:
         code = (
             "import sys, types, k3jax.cli as cli\n"
             "def inspect(path):\n"
-            "    while True: print('text' * 1000)\n"
-            "module = types.SimpleNamespace(inspect=inspect)\n"
+            "    while True: print('text', flush=True)\n"
+            "module = types.SimpleNamespace(inspect=inspect, render=print)\n"
             "sys.modules['k3jax.checkpoint.inspect'] = module\n"
             "sys.exit(cli.main(['inspect', 'DIR']))\n"
         )
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         with subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=buffered,
         ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
@@ -321,15 +327,14 @@ class TestInspect:
     def test_report(self, capsys, monkeypatch, refused):
         module = types.ModuleType("k3jax.checkpoint.inspect")
         module.inspect = lambda path: types.SimpleNamespace(
-            refused=refused,
-            print=lambda: print(f"table of {path}"),
-            to_json=lambda: json.dumps({"path": path}),
+            refused=("a cut shard",) * refused, as_dict=lambda: {"path": path, "é": 1}, path=path
         )
+        module.render = lambda report: print(f"table of {report.path}")
         monkeypatch.setitem(sys.modules, "k3jax.checkpoint.inspect", module)
         assert main(["inspect", "DIR"]) == int(refused)
         assert capsys.readouterr().out == "table of DIR\n"
         assert main(["inspect", "DIR", "--json"]) == int(refused)
-        assert json.loads(capsys.readouterr().out) == {"path": "DIR"}
+        assert json.loads(capsys.readouterr().out) == {"path": "DIR", "é": 1}
 
 
 class TestTrain:
