@@ -1,0 +1,80 @@
+"""``k3jax generate``: text from a prompt."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from k3jax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt. Text goes to stdout as it comes, one line of timing to stderr."""
+
+    prompt: tyro.conf.Positional[str] = "-"
+    """The text to continue; "-" or nothing reads stdin as it is, which has to be UTF-8."""
+    model: str = "nano"
+    """A preset or a checkpoint directory."""
+    max_new_tokens: int = 64
+    """Most tokens to write, at least 1."""
+    temperature: float = 0.0
+    """0 takes the most likely token every time."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this probability mass, in (0, 1]."""
+    top_k: int = 0
+    """Keep this many of the most likely tokens; 0 keeps all."""
+    seed: int = 0
+    """Equal seeds give equal text."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the weights and the arithmetic; experts stay MXFP4."""
+    stream: bool = True
+    """Write text as it comes rather than all at the end."""
+
+    def run(self) -> None:
+        from k3jax.generate.loop import check_request, generate
+
+        check_request(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
+        prompt = read_stdin() if self.prompt == "-" else self.prompt
+        if not prompt:
+            raise InputError("the prompt is empty")
+
+        import jax.numpy as jnp
+
+        import k3jax
+
+        model, tokenizer = k3jax.load(self.model, dtype=jnp.dtype(self.dtype))
+        if tokenizer is None:
+            raise InputError(f"{self.model} has no tokenizer (tiktoken.model)")
+
+        def write(text: str) -> None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        result = generate(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            on_text=write if self.stream else None,
+        )
+        write("\n" if self.stream else result.text + "\n")
+        print(result, file=sys.stderr)
+
+
+def read_stdin() -> str:
+    """All of stdin. Raises InputError, with the byte and its offset, where it is not UTF-8."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"stdin is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        ) from None
