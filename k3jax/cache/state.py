@@ -1,0 +1,106 @@
+"""The hybrid decode state: what a sequence carries from one call to the next.
+
+A KDA layer keeps a fixed-size float32 state and the last ``width - 1`` inputs of its short
+convolution. A global layer keeps one latent row a token and, in K3.1, one index key a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.config import Config, LayerSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KDACache:
+    """Attributes:
+    state_BHKV: [B, H, K, V] float32.
+    tails_3BWP: [3, B, W-1, P], pre-convolution inputs of q, k and v, model dtype, oldest first.
+    """
+
+    state_BHKV: jax.Array
+    tails_3BWP: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GlobalCache:
+    """Attributes:
+    latent_BSC: [B, S, kv_lora_rank + rope], normed latent and raw rope part, model dtype.
+    index_key_BSK: [B, S, K] for K3.1, else None.
+    """
+
+    latent_BSC: jax.Array
+    index_key_BSK: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheArrays:
+    """One cache a layer, grouped as the model is; arrays of ``period`` lead with the period."""
+
+    lengths_B: jax.Array
+    head: tuple
+    period: tuple
+    tail: tuple
+
+
+def layer_cache(config: Config, spec: LayerSpec, batch: int, max_length: int, dtype, stack=None):
+    """An empty cache of one layer, or of ``stack`` layers of its kind."""
+    lead = () if stack is None else (stack,)
+    if spec.attention == "kda":
+        kda = config.kda
+        state = (*lead, batch, kda.num_heads, kda.head_dim, kda.head_dim)
+        tails = (*lead, 3, batch, kda.conv_width - 1, kda.width)
+        return KDACache(jnp.zeros(state, jnp.float32), jnp.zeros(tails, dtype))
+    latent = jnp.zeros((*lead, batch, max_length, config.mla.cache_width), dtype)
+    if config.dsa is None:
+        return GlobalCache(latent, None)
+    keys = jnp.zeros((*lead, batch, max_length, config.dsa.head_dim), dtype)
+    return GlobalCache(latent, keys)
+
+
+def empty(config: Config, batch: int, max_length: int, dtype) -> CacheArrays:
+    """Caches of all layers for ``batch`` sequences of at most ``max_length`` tokens."""
+    schedule = config.schedule
+
+    def one(spec, stack=None):
+        return layer_cache(config, spec, batch, max_length, dtype, stack)
+
+    return CacheArrays(
+        lengths_B=jnp.zeros((batch,), jnp.int32),
+        head=tuple(one(spec) for spec in schedule.head),
+        period=tuple(one(spec, schedule.num_periods) for spec in schedule.period),
+        tail=tuple(one(spec) for spec in schedule.tail),
+    )
+
+
+def read(stack: jax.Array, slot) -> jax.Array:
+    """One layer of a stacked cache; the array itself when ``slot`` is None."""
+    return stack if slot is None else jax.lax.dynamic_index_in_dim(stack, slot, 0, keepdims=False)
+
+
+def replace(stack: jax.Array, value: jax.Array, slot) -> jax.Array:
+    """The stack with one layer replaced; ``value`` itself when ``slot`` is None."""
+    value = value.astype(stack.dtype)
+    if slot is None:
+        return value
+    return jax.lax.dynamic_update_index_in_dim(stack, value, slot, 0)
+
+
+def write_rows(stack: jax.Array, rows_BTC: jax.Array, positions_BT: jax.Array, slot) -> jax.Array:
+    """Write token rows at their positions; rows whose position is -1 are dropped.
+
+    Args:
+      stack: [B, S, C], or [L, B, S, C] with a ``slot``.
+    """
+    size = stack.shape[-2]
+    # A scatter to -1 would write the last row: send dropped rows past the end instead.
+    target = jnp.where(positions_BT < 0, size, positions_BT)
+    batch = jnp.arange(rows_BTC.shape[0])[:, None]
+    index = (batch, target) if slot is None else (slot, batch, target)
+    return stack.at[index].set(rows_BTC.astype(stack.dtype), mode="drop")

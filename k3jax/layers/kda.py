@@ -1,0 +1,101 @@
+"""Kimi Delta Attention: a gated delta rule with one decay a key channel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.cache.state import KDACache, read, replace
+from k3jax.config import Config
+from k3jax.layers.params import Maker, linear
+from k3jax.ops import kda as kda_op
+from k3jax.ops.short_conv import short_conv
+
+
+def _log_uniform_decay(key, shape):
+    """A_log: log of a uniform draw in [1, 16], as the Kimi Linear initialiser."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
+
+
+class KimiDeltaAttention(nnx.Module):
+    """Steps 1 to 9 of KDA; H heads with K = V, P = H·K."""
+
+    def __init__(self, config: Config, make: Maker):
+        kda, D = config.kda, config.hidden_size
+        self.config = config
+        P, K, H = kda.width, kda.head_dim, kda.num_heads
+        self.q_proj = make((P, D), ("heads", "embed"))
+        self.k_proj = make((P, D), ("heads", "embed"))
+        self.v_proj = make((P, D), ("heads", "embed"))
+        self.g_proj = make((P, D), ("heads", "embed"))
+        f32 = jnp.float32
+        conv_init = lambda key, shape: jax.random.uniform(key, shape, f32, -0.5, 0.5)  # noqa: E731
+        for name in ("q_conv", "k_conv", "v_conv"):
+            setattr(
+                self, name, make((P, kda.conv_width), ("heads", "conv"), conv_init, dtype=f32)
+            )
+        self.f_a_proj = make((K, D), ("gate_rank", "embed"))
+        self.f_b_proj = make((P, K), ("heads", "gate_rank"))
+        self.b_proj = make((H, D), ("head_count", "embed"))
+        self.A_log = make((H,), ("head_count",), _log_uniform_decay, dtype=f32)
+        self.dt_bias = make((P,), ("heads",), "zeros", dtype=f32)
+        self.o_norm = make((K,), ("head_dim",), "ones", dtype=f32)
+        self.o_proj = make((D, P), ("embed", "heads"))
+
+    def __call__(
+        self, x_BTD: jax.Array, cache: KDACache | None, valid_BT: jax.Array, slot=None
+    ) -> tuple[jax.Array, KDACache | None]:
+        """Args:
+          x_BTD: the normed layer input.
+          cache: of this layer, or of its stack when ``slot`` says which one; None for none.
+          valid_BT: True for real tokens; the others (at the end of a row) change nothing.
+        Returns:
+          ([B, T, D], the cache after the valid tokens).
+        """
+        B, T, _ = x_BTD.shape
+        kda = self.config.kda
+        heads = (B, T, kda.num_heads, kda.head_dim)
+        lengths_B = jnp.sum(valid_BT, axis=1, dtype=jnp.int32)
+
+        tails = [None] * 3 if cache is None else list(read(cache.tails_3BWP, slot))
+        mixed, new_tails = [], []
+        for name, tail in zip("qkv", tails, strict=True):
+            projected = linear(x_BTD, getattr(self, f"{name}_proj"))
+            weight = getattr(self, f"{name}_conv")[...]
+            y, new_tail = short_conv(projected, weight, tail, lengths_B)
+            mixed.append(y.reshape(heads))
+            new_tails.append(new_tail)
+        q, k, v = mixed
+
+        z = linear(linear(x_BTD, self.f_a_proj), self.f_b_proj).reshape(heads)
+        g = kda_op.decay(
+            z, self.A_log[...], self.dt_bias[...].reshape(heads[2:]), kda.gate_lower_bound
+        )
+        beta = jax.nn.sigmoid(linear(x_BTD, self.b_proj).astype(jnp.float32))
+        o, state = kda_op.kda(
+            kda_op.l2norm(q) * kda.head_dim**-0.5,
+            kda_op.l2norm(k),
+            v,
+            g,
+            beta,
+            None if cache is None else read(cache.state_BHKV, slot),
+            valid_BT=valid_BT,
+        )
+        o = self._gated_norm(o, linear(x_BTD, self.g_proj).reshape(heads))
+        out = linear(o.reshape(B, T, kda.width), self.o_proj)
+        if cache is None:
+            return out, None
+        return out, KDACache(
+            replace(cache.state_BHKV, state, slot),
+            replace(cache.tails_3BWP, jnp.stack(new_tails), slot),
+        )
+
+    def _gated_norm(self, o_BTHV, gate_BTHV):
+        """RMSNorm over each head, then sigmoid(gate); float32, one cast."""
+        o = o_BTHV.astype(jnp.float32)
+        o = o * jax.lax.rsqrt(
+            jnp.mean(jnp.square(o), axis=-1, keepdims=True) + jnp.float32(self.config.rms_norm_eps)
+        )
+        o = o * self.o_norm[...] * jax.nn.sigmoid(gate_BTHV.astype(jnp.float32))
+        return o.astype(o_BTHV.dtype)

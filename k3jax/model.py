@@ -1,0 +1,220 @@
+"""The model: embed -> head layers -> scanned periods -> tail layers -> output mix -> logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax.cache.state import CacheArrays
+from k3jax.config import Config
+from k3jax.layers.decoder import DecoderLayer, Depth, DepthRead
+from k3jax.layers.norms import rms_norm
+from k3jax.layers.params import Maker, linear
+
+COLLECTABLE = {
+    "hidden": ("hidden",),
+    "routing": ("expert_ids", "expert_weights", "router_scores"),
+    "index": ("selected",),
+}
+
+
+class Transformer(nnx.Module):
+    """Kimi K3 or K3.1 Pro, text only. Every method can be traced: jit, grad, shard_map.
+
+    Args:
+      config: the model.
+      rngs: where random parameters come from; None makes them abstract (`abstract`).
+      dtype: of the parameters that are not float32 by definition.
+      experts: "mxfp4" keeps routed experts packed; "dense" makes them ordinary arrays, to train.
+      compute_dtype: of the activations; ``dtype`` if None.
+      remat: recompute each layer in the backward pass instead of storing its activations.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rngs: nnx.Rngs | None,
+        *,
+        dtype=jnp.bfloat16,
+        experts: str = "mxfp4",
+        compute_dtype=None,
+        remat: bool = False,
+    ):
+        if experts not in ("mxfp4", "dense"):
+            raise ValueError(f"experts={experts!r}: one of 'mxfp4', 'dense'")
+        self.config, self.remat = config, remat
+        self.compute_dtype = jnp.dtype(compute_dtype or dtype)
+        make = Maker(rngs, dtype, config.initializer_range)
+        schedule = config.schedule
+        V, D = config.vocab_size, config.hidden_size
+
+        def layers(specs, make):
+            return nnx.List([DecoderLayer(config, spec, make, experts) for spec in specs])
+
+        self.embed = make((V, D), ("vocab", "embed"))
+        self.head = layers(schedule.head, make)
+        periods = schedule.num_periods
+        self.period = layers(schedule.period if periods else (), make.stacked(periods))
+        self.tail = layers(schedule.tail, make)
+        self.output_res = DepthRead(config, make)
+        self.final_norm = make((D,), ("embed",), "ones")
+        self.lm_head = make((V, D), ("vocab", "embed"))
+
+    @classmethod
+    def abstract(cls, config: Config, dtype=jnp.bfloat16, **options) -> Transformer:
+        """The model with `jax.ShapeDtypeStruct` leaves: shapes, dtypes and axes, no memory."""
+        return cls(config, None, dtype=dtype, **options)
+
+    def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
+        """[B, T] ids -> [B, T, D]. An id outside the vocabulary gives NaN, never a wrong row."""
+        rows = self.embed[...].at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
+        # Negative ids wrap in a gather before its mode is consulted.
+        rows = jnp.where((tokens_BT >= 0)[..., None], rows, jnp.array(jnp.nan, rows.dtype))
+        return rows.astype(self.compute_dtype)
+
+    def backbone(
+        self,
+        embedding_BTD: jax.Array,
+        positions_BT: jax.Array,
+        cache: CacheArrays | None = None,
+        collect: tuple[str, ...] = (),
+    ) -> tuple[Depth, CacheArrays | None, dict[str, jax.Array]]:
+        """All layers, without the output mix.
+
+        Args:
+          embedding_BTD: what enters layer 0, source 0 of every depth mix.
+          positions_BT: -1 for padding, which must stand at the end of a row.
+          cache: None attends within the call only.
+          collect: names from `COLLECTABLE`.
+        Returns:
+          (depth, cache, aux: each collected array stacked over the layers that have it).
+        """
+        names = {n for kind in collect for n in COLLECTABLE[kind]}
+        depth = Depth.start(embedding_BTD, self.config.num_blocks)
+        rows: list[dict] = []
+
+        def run(layer, depth, cache, slot=None):
+            call = jax.checkpoint(_call, static_argnums=(0,)) if self.remat else _call
+            graphdef, state = nnx.split(layer)
+            depth, cache, aux = call(graphdef, state, depth, cache, positions_BT, slot)
+            return depth, cache, {n: a for n, a in aux.items() if n in names}
+
+        def run_all(layers, depth, caches, slot=None):
+            new_caches, auxes = [], []
+            for layer, one in zip(layers, caches, strict=True):
+                depth, one, aux = run(layer, depth, one, slot)
+                new_caches.append(one)
+                auxes.append(aux)
+            return depth, tuple(new_caches), auxes
+
+        def caches_of(group, layers):
+            return (None,) * len(layers) if cache is None else getattr(cache, group)
+
+        depth, head, auxes = run_all(self.head, depth, caches_of("head", self.head))
+        rows += auxes
+
+        period = caches_of("period", self.period)
+        if len(self.period):
+            graphdef, state = nnx.split(self.period)
+
+            def body(carry, x):
+                depth, caches = carry
+                layer_state, slot = x
+                slot = None if cache is None else slot
+                layers = nnx.merge(graphdef, layer_state)
+                depth, caches, auxes = run_all(layers, depth, caches, slot)
+                return (depth, caches), auxes
+
+            count = self.config.schedule.num_periods
+            (depth, period), stacked = jax.lax.scan(
+                body, (depth, period), (state, jnp.arange(count, dtype=jnp.int32))
+            )
+            rows += [
+                {n: a[i] for n, a in aux.items()} for i in range(count) for aux in stacked
+            ]
+
+        depth, tail, auxes = run_all(self.tail, depth, caches_of("tail", self.tail))
+        rows += auxes
+        aux = {n: jnp.stack([row[n] for row in rows if n in row]) for n in sorted(names)
+               if any(n in row for row in rows)}
+        if cache is not None:
+            used = jnp.sum(positions_BT >= 0, axis=1, dtype=jnp.int32)
+            cache = CacheArrays(cache.lengths_B + used, head, period, tail)
+        return depth, cache, aux
+
+    def final_hidden(self, depth: Depth) -> jax.Array:
+        """Output mix and final norm, [B, T, D]."""
+        c = self.config
+        return rms_norm(
+            self.output_res(depth),
+            self.final_norm[...],
+            c.rms_norm_eps,
+            weight_after_cast=c.norm_weight_after_cast,
+        )
+
+    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+        """[..., D] -> [..., V] float32 (rounded to the compute dtype first, as the published code)."""
+        return linear(hidden_BTD, self.lm_head).astype(jnp.float32)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array | None = None,
+        *,
+        embeddings_BTD: jax.Array | None = None,
+        lengths_B: jax.Array | None = None,
+        collect: tuple[str, ...] | None = None,
+    ):
+        """Logits of every position, without a cache.
+
+        Args:
+          tokens_BT: [B, T] int32; or ``embeddings_BTD`` in its place.
+          lengths_B: real tokens of each row, which stand first; T if None. What stands after them
+            may be anything, NaN included.
+          collect: names from `COLLECTABLE`; adds a dict of arrays to the result.
+        Returns:
+          [B, T, V] float32, or (logits, aux) when ``collect`` is given.
+        """
+        x = self.embed_tokens(tokens_BT) if embeddings_BTD is None else embeddings_BTD
+        positions_BT = positions(jnp.zeros((x.shape[0],), jnp.int32), x.shape[1], lengths_B)
+        depth, _, aux = self.backbone(x.astype(self.compute_dtype), positions_BT, None, collect or ())
+        logits = self.logits(self.final_hidden(depth))
+        return logits if collect is None else (logits, aux)
+
+    def extend(
+        self, tokens_BT: jax.Array, cache: CacheArrays, lengths_B: jax.Array | None = None
+    ) -> tuple[jax.Array, CacheArrays]:
+        """Append tokens to a cache; prefill and decode are this with T > 1 and T = 1.
+
+        Returns:
+          (float32 logits [B, V] after each row's last real token, the cache). A row of length 0
+          leaves its cache as it was; its logits mean nothing.
+        """
+        positions_BT = positions(cache.lengths_B, tokens_BT.shape[1], lengths_B)
+        depth, cache, _ = self.backbone(self.embed_tokens(tokens_BT), positions_BT, cache)
+        if lengths_B is not None:
+            depth = _only_row(depth, jnp.maximum(lengths_B - 1, 0))
+        elif tokens_BT.shape[1] > 1:
+            depth = _only_row(depth, jnp.full(tokens_BT.shape[:1], tokens_BT.shape[1] - 1))
+        return self.logits(self.final_hidden(depth))[:, 0], cache
+
+
+def _call(graphdef, state, depth, cache, positions_BT, slot):
+    return nnx.merge(graphdef, state)(depth, cache, positions_BT, slot)
+
+
+def _only_row(depth: Depth, row_B: jax.Array) -> Depth:
+    """Keep one token a sequence, so that the output mix and the head run on [B, 1, D]."""
+    take = row_B[:, None, None]
+    bank = jnp.take_along_axis(depth.bank_NBTD, take[None], axis=2)
+    partial = jnp.take_along_axis(depth.partial_BTD, take, axis=1)
+    return Depth(bank, partial, depth.count, depth.layer)
+
+
+def positions(start_B: jax.Array, length: int, lengths_B: jax.Array | None) -> jax.Array:
+    """[B, T] positions from ``start_B`` on, -1 from each row's length on."""
+    offset_T = jnp.arange(length, dtype=jnp.int32)
+    positions_BT = start_B[:, None] + offset_T
+    if lengths_B is None:
+        return positions_BT
+    return jnp.where(offset_T < lengths_B[:, None], positions_BT, -1)

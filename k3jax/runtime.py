@@ -1,0 +1,229 @@
+"""The compiled model people hold: jitted entry points, bucketed shapes, donated caches."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.cache import state as cache_state
+from k3jax.config import Config
+from k3jax.errors import InputError
+from k3jax.model import COLLECTABLE, Transformer
+
+MIN_TOKENS = 16  # smallest prefill bucket
+MIN_CACHE = 64  # smallest cache bucket
+PREFILL_CHUNK = 4096  # longest prefill bucket; longer prompts go through it in pieces
+
+
+def bucket(length: int, minimum: int) -> int:
+    """The power of two, at least ``minimum``, that ``length`` is padded to."""
+    return max(minimum, 1 << max(length - 1, 0).bit_length())
+
+
+class Cache:
+    """The decode state of a batch. Each call that extends it consumes it and returns the next one.
+
+    Attributes:
+      max_length: tokens a row can hold.
+      lengths_B: [B] int32 NumPy, tokens each row holds.
+    """
+
+    def __init__(self, arrays: cache_state.CacheArrays, lengths_B: np.ndarray, max_length: int):
+        self._arrays: cache_state.CacheArrays | None = arrays
+        self.lengths_B, self.max_length = lengths_B, max_length
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths_B)
+
+    @property
+    def arrays(self) -> cache_state.CacheArrays:
+        """The device arrays (`k3jax.cache.state.CacheArrays`)."""
+        if self._arrays is None:
+            raise InputError(
+                "this cache was consumed by an earlier prefill or decode; use the one it returned"
+            )
+        return self._arrays
+
+    def consume(self) -> cache_state.CacheArrays:
+        arrays, self._arrays = self.arrays, None
+        return arrays
+
+
+class Model:
+    """A loaded model. Parameters are split from the module once; calls take plain arrays.
+
+    Args:
+      module: a `Transformer` whose leaves are arrays.
+      donate: let a call reuse the memory of the cache it is given.
+    """
+
+    def __init__(self, module: Transformer, *, donate: bool = True):
+        graphdef, state = nnx.split(module)
+        leaves, treedef = jax.tree.flatten(state)
+        self._leaves = tuple(leaves)
+        self.config: Config = module.config
+        self.dtype = module.compute_dtype
+
+        def bind(method):
+            def call(leaves, *args, **kwargs):
+                module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+                return method(module, *args, **kwargs)
+
+            return call
+
+        def forward(module, tokens_BT, embeddings_BTD, lengths_B, collect):
+            return module(
+                tokens_BT, embeddings_BTD=embeddings_BTD, lengths_B=lengths_B, collect=collect
+            )
+
+        def prefill(module, arrays, tokens_BT, lengths_B):
+            return module.extend(tokens_BT, arrays, lengths_B)
+
+        def decode(module, arrays, tokens_B):
+            return module.extend(tokens_B[:, None], arrays)
+
+        donated = {"donate_argnums": (1,)} if donate else {}
+        self._forward = jax.jit(bind(forward), static_argnames=("collect",))
+        self._prefill = jax.jit(bind(prefill), **donated)
+        self._decode = jax.jit(bind(decode), **donated)
+        self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
+
+    @property
+    def module(self) -> Transformer:
+        """The Flax module, for surgery, gradients and research."""
+        return self._bind()
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far by the entry points of this model."""
+        return sum(f._cache_size() for f in (self._forward, self._prefill, self._decode))
+
+    def __call__(self, tokens_BT) -> jax.Array:
+        """[B, T] ids -> float32 logits [B, T, V]."""
+        return self.forward(tokens_BT)[0]
+
+    def forward(
+        self, tokens_BT=None, *, lengths_B=None, collect: tuple[str, ...] = (), embeddings_BTD=None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Logits of every position and what is asked for besides, without a cache.
+
+        Args:
+          tokens_BT: [B, T] ids, or ``embeddings_BTD`` [B, T, D] in their place.
+          lengths_B: real tokens of each row (they stand first); all if None.
+          collect: "hidden": `hidden` [L, B, T, D], the running sum after each layer. "routing":
+            `expert_ids`, `expert_weights` [Lmoe, B, T, k], `router_scores` [Lmoe, B, T, E].
+            "index": `selected` [Lglobal, B, T, topk], positions ascending, -1 for none.
+        Raises:
+          InputError: an id, a length or a name out of range.
+        """
+        if unknown := sorted(set(collect) - set(COLLECTABLE)):
+            raise InputError(f"collect={unknown}: each must be one of {sorted(COLLECTABLE)}")
+        given = tokens_BT if embeddings_BTD is None else embeddings_BTD
+        B, T = np.shape(given)[:2] if np.ndim(given) > 1 else (0, 0)
+        if embeddings_BTD is None:
+            tokens_BT = self._tokens(tokens_BT, 2)
+            tokens_BT = _pad(tokens_BT, bucket(T, MIN_TOKENS))
+        else:
+            embeddings_BTD = _pad(np.asarray(embeddings_BTD), bucket(T, MIN_TOKENS))
+        lengths = self._lengths(lengths_B, B, T)
+        logits, aux = self._forward(
+            self._leaves, tokens_BT, embeddings_BTD, lengths, tuple(sorted(collect))
+        )
+        return logits[:, :T], {name: a[:, :, :T] for name, a in aux.items()}
+
+    def init_cache(self, batch: int, max_length: int) -> Cache:
+        """An empty cache for ``batch`` rows of at least ``max_length`` tokens (a bucket is chosen)."""
+        limit = self.config.max_position_embeddings
+        if batch < 1:
+            raise InputError(f"batch={batch}: at least 1")
+        if not 1 <= max_length <= limit:
+            raise InputError(f"max_length={max_length}: 1 to {limit} (max_position_embeddings)")
+        size = min(bucket(max_length, MIN_CACHE), max(limit, MIN_CACHE))
+        arrays = cache_state.empty(self.config, batch, size, self.dtype)
+        return Cache(arrays, np.zeros((batch,), np.int32), size)
+
+    def prefill(self, tokens_BT, cache: Cache, lengths_B=None) -> tuple[jax.Array, Cache]:
+        """Append a prompt, or the next piece of one, to every row.
+
+        Args:
+          tokens_BT: [B, T] ids; row b counts up to ``lengths_B[b]``, the rest is ignored.
+          cache: consumed.
+          lengths_B: [B]; T if None; 0 leaves a row as it is.
+        Returns:
+          (float32 logits [B, V] after each row's last new token, the cache).
+        Raises:
+          InputError: ids or lengths out of range, or a row that would not fit the cache.
+        """
+        tokens_BT = self._tokens(tokens_BT, 2)
+        B, T = tokens_BT.shape
+        lengths = self._lengths(lengths_B, B, T)
+        self._check_room(cache, B, lengths)
+        after = cache.lengths_B + lengths
+        arrays, logits = cache.consume(), None
+        for start in range(0, T, PREFILL_CHUNK):
+            piece = tokens_BT[:, start : start + PREFILL_CHUNK]
+            size = bucket(piece.shape[1], MIN_TOKENS)
+            here = np.clip(lengths - start, 0, piece.shape[1]).astype(np.int32)
+            new, arrays = self._prefill(self._leaves, arrays, _pad(piece, size), here)
+            logits = new if logits is None else jnp.where((here > 0)[:, None], new, logits)
+        return logits, Cache(arrays, after, cache.max_length)
+
+    def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Append one token to every row: float32 logits [B, V] and the next cache.
+
+        Ids that are device arrays are not read back to be checked; one outside the vocabulary
+        gives NaN logits.
+        """
+        if not isinstance(tokens_B, jax.Array):
+            tokens_B = self._tokens(tokens_B, 1)
+        B = tokens_B.shape[0]
+        self._check_room(cache, B, np.ones((B,), np.int32))
+        after = cache.lengths_B + 1
+        logits, arrays = self._decode(self._leaves, cache.consume(), tokens_B)
+        return logits, Cache(arrays, after, cache.max_length)
+
+    def _tokens(self, tokens, rank: int) -> np.ndarray:
+        tokens = np.asarray(tokens)
+        if tokens.ndim != rank or tokens.size == 0:
+            shape = "[B, T]" if rank == 2 else "[B]"
+            raise InputError(f"token ids of shape {tokens.shape}: expected a non-empty {shape}")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise InputError(f"token ids of dtype {tokens.dtype}: expected integers")
+        bad = (tokens < 0) | (tokens >= self.config.vocab_size)
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise InputError(
+                f"token id {tokens[where]} at {where}: outside 0..{self.config.vocab_size - 1}"
+            )
+        return tokens.astype(np.int32)
+
+    @staticmethod
+    def _lengths(lengths_B, B: int, T: int) -> np.ndarray:
+        if lengths_B is None:
+            return np.full((B,), T, np.int32)
+        lengths = np.asarray(lengths_B)
+        if lengths.shape != (B,) or (lengths < 0).any() or (lengths > T).any():
+            raise InputError(f"lengths {lengths.tolist()}: expected {B} values from 0 to {T}")
+        return lengths.astype(np.int32)
+
+    @staticmethod
+    def _check_room(cache: Cache, B: int, new_B: np.ndarray):
+        if cache.batch != B:
+            raise InputError(f"{B} rows of tokens for a cache of {cache.batch} rows")
+        over = cache.lengths_B + new_B > cache.max_length
+        if over.any():
+            b = int(np.argmax(over))
+            raise InputError(
+                f"row {b}: {cache.lengths_B[b]} tokens in the cache and {new_B[b]} more exceed its "
+                f"length {cache.max_length}"
+            )
+
+
+def _pad(a: np.ndarray, length: int) -> np.ndarray:
+    """Pad axis 1 with zeros up to ``length``."""
+    width = [(0, 0)] * a.ndim
+    width[1] = (0, length - a.shape[1])
+    return np.pad(a, width)
