@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from k3jax.config import Config
 from k3jax.errors import ConfigError, InputError
 from k3jax.train.settings import DataSettings, TrainSettings
 
@@ -202,8 +203,7 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
     Raises:
       ConfigError: the recipe's special ids do not follow its byte-pair ranks.
     """
-    from k3jax.config import Config
-    from k3jax.tokenizer import PATTERN, Tokenizer, write_tokenizer
+    from k3jax.tokenizer import RANKS_FILE, Tokenizer, write_tiktoken
     from k3jax.train.bpe import train_bpe
 
     out = Path(out_dir)
@@ -216,9 +216,9 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
             f"{config.vocab_size}"
         )
     corpus = load_corpus(settings.data, root)
-    merges = train_bpe([d.text for d in corpus.train], ranks, PATTERN)
-    write_tokenizer(out, merges, special_tokens(config))
-    tokenizer = Tokenizer.from_directory(out)
+    write_tiktoken(out / RANKS_FILE, train_bpe((d.text for d in corpus.train), ranks))
+    write_tokenizer_config(out, config)
+    tokenizer = Tokenizer.load(out, config)
 
     record: dict = {
         "python": platform.python_version(),
@@ -250,12 +250,20 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
     return record
 
 
-def special_tokens(config) -> dict[int, str]:
-    """Names of the special ids of a text-only vocabulary, in the order K3's tokenizer has them."""
-    return {
+def write_tokenizer_config(directory: Path, config: Config) -> None:
+    """``tokenizer_config.json``: names of the special ids in use; the other ids stay reserved."""
+    names = {
         config.bos_token_id: "[BOS]",
         config.eos_token_id - 1: "[EOS]",
         config.eos_token_id: "<|end_of_msg|>",
         config.media_token_id: "<|media_pad|>",
         config.pad_token_id: "[PAD]",
     }
+    values = {
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "pad_token": "[PAD]",
+        "added_tokens_decoder": {str(i): {"content": n, "special": True} for i, n in names.items()},
+    }
+    text = json.dumps(values, indent=1) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")

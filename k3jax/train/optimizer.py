@@ -171,6 +171,13 @@ def make_optimizer(
     def labels(params):
         return jax.tree_util.tree_map_with_path(lambda p, x: label(path_name(p), x), params)
 
-    return optax.chain(
+    chained = optax.chain(
         optax.clip_by_global_norm(settings.clip_norm), optax.partition(transforms, labels)
     )
+
+    def update(updates, state, params=None):
+        # optax raises a Python float to an int32 step, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return chained.update(updates, state, params)
+
+    return optax.GradientTransformation(chained.init, update)

@@ -110,9 +110,6 @@ def _build(cls, values: object, where: str):
     unknown = sorted(set(map(str, values)) - set(known))
     if unknown:
         raise ConfigError(f"{where}{unknown[0]}: unknown key (known: {', '.join(known)})")
-    missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
-    if missing:
-        raise ConfigError(f"{where}{missing[0]}: required and missing")
     nested = {"data": DataSettings, "optimizer": OptimizerSettings}
     result = {}
     for name, value in values.items():
@@ -132,6 +129,9 @@ def _build(cls, values: object, where: str):
             except (TypeError, ValueError):
                 raise ConfigError(f"{where}{name}: {value!r} is not a number") from None
         result[name] = value
+    missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
+    if missing:
+        raise ConfigError(f"{where}{missing[0]}: required and missing")
     return cls(**result)
 
 
