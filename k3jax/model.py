@@ -16,6 +16,7 @@ COLLECTABLE = {
     "hidden": ("hidden",),
     "routing": ("expert_ids", "expert_weights", "router_scores"),
     "index": ("selected",),
+    "indexer": ("index_scores", "attention_probs", "index_valid"),
 }
 
 
@@ -29,6 +30,8 @@ class Transformer(nnx.Module):
       experts: "mxfp4" keeps routed experts packed; "dense" makes them ordinary arrays, to train.
       compute_dtype: of the activations; ``dtype`` if None.
       remat: recompute each layer in the backward pass instead of storing its activations.
+      indexer: "frozen", "dense" or "sparse": how the K3.1 indexer trains
+        (`k3jax.layers.global_attention`); the last two allow ``collect=("indexer",)``.
     """
 
     def __init__(
@@ -40,9 +43,12 @@ class Transformer(nnx.Module):
         experts: str = "mxfp4",
         compute_dtype=None,
         remat: bool = False,
+        indexer: str = "frozen",
     ):
         if experts not in ("mxfp4", "dense"):
             raise ValueError(f"experts={experts!r}: one of 'mxfp4', 'dense'")
+        if indexer not in ("frozen", "dense", "sparse"):
+            raise ValueError(f"indexer={indexer!r}: one of 'frozen', 'dense', 'sparse'")
         self.config, self.remat = config, remat
         self.compute_dtype = jnp.dtype(compute_dtype or dtype)
         make = Maker(rngs, dtype, config.initializer_range)
@@ -50,7 +56,7 @@ class Transformer(nnx.Module):
         V, D = config.vocab_size, config.hidden_size
 
         def layers(specs, make):
-            return nnx.List([DecoderLayer(config, spec, make, experts) for spec in specs])
+            return nnx.List([DecoderLayer(config, spec, make, experts, indexer) for spec in specs])
 
         self.embed = make((V, D), ("vocab", "embed"))
         self.head = layers(schedule.head, make)
@@ -130,14 +136,15 @@ class Transformer(nnx.Module):
             (depth, period), stacked = jax.lax.scan(
                 body, (depth, period), (state, jnp.arange(count, dtype=jnp.int32))
             )
-            rows += [
-                {n: a[i] for n, a in aux.items()} for i in range(count) for aux in stacked
-            ]
+            rows += [{n: a[i] for n, a in aux.items()} for i in range(count) for aux in stacked]
 
         depth, tail, auxes = run_all(self.tail, depth, caches_of("tail", self.tail))
         rows += auxes
-        aux = {n: jnp.stack([row[n] for row in rows if n in row]) for n in sorted(names)
-               if any(n in row for row in rows)}
+        aux = {
+            n: jnp.stack([row[n] for row in rows if n in row])
+            for n in sorted(names)
+            if any(n in row for row in rows)
+        }
         if cache is not None:
             used = jnp.sum(positions_BT >= 0, axis=1, dtype=jnp.int32)
             cache = CacheArrays(cache.lengths_B + used, head, period, tail)
@@ -154,7 +161,7 @@ class Transformer(nnx.Module):
         )
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """[..., D] -> [..., V] float32 (rounded to the compute dtype first, as the published code)."""
+        """[..., D] -> [..., V] float32, rounded to the compute dtype first."""
         return linear(hidden_BTD, self.lm_head).astype(jnp.float32)
 
     def __call__(
@@ -177,7 +184,9 @@ class Transformer(nnx.Module):
         """
         x = self.embed_tokens(tokens_BT) if embeddings_BTD is None else embeddings_BTD
         positions_BT = positions(jnp.zeros((x.shape[0],), jnp.int32), x.shape[1], lengths_B)
-        depth, _, aux = self.backbone(x.astype(self.compute_dtype), positions_BT, None, collect or ())
+        depth, _, aux = self.backbone(
+            x.astype(self.compute_dtype), positions_BT, None, collect or ()
+        )
         logits = self.logits(self.final_hidden(depth))
         return logits if collect is None else (logits, aux)
 

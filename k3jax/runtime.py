@@ -10,7 +10,7 @@ from flax import nnx
 from k3jax.cache import state as cache_state
 from k3jax.config import Config
 from k3jax.errors import InputError
-from k3jax.model import COLLECTABLE, Transformer
+from k3jax.model import Transformer
 
 MIN_TOKENS = 16  # smallest prefill bucket
 MIN_CACHE = 64  # smallest cache bucket
@@ -119,8 +119,8 @@ class Model:
         Raises:
           InputError: an id, a length or a name out of range.
         """
-        if unknown := sorted(set(collect) - set(COLLECTABLE)):
-            raise InputError(f"collect={unknown}: each must be one of {sorted(COLLECTABLE)}")
+        if unknown := sorted(set(collect) - {"hidden", "routing", "index"}):
+            raise InputError(f"collect={unknown}: each must be one of hidden, routing, index")
         given = tokens_BT if embeddings_BTD is None else embeddings_BTD
         B, T = np.shape(given)[:2] if np.ndim(given) > 1 else (0, 0)
         if embeddings_BTD is None:
@@ -130,12 +130,12 @@ class Model:
             embeddings_BTD = _pad(np.asarray(embeddings_BTD), bucket(T, MIN_TOKENS))
         lengths = self._lengths(lengths_B, B, T)
         logits, aux = self._forward(
-            self._leaves, tokens_BT, embeddings_BTD, lengths, tuple(sorted(collect))
+            self._leaves, tokens_BT, embeddings_BTD, lengths, collect=tuple(sorted(collect))
         )
         return logits[:, :T], {name: a[:, :, :T] for name, a in aux.items()}
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """An empty cache for ``batch`` rows of at least ``max_length`` tokens (a bucket is chosen)."""
+        """An empty cache for ``batch`` rows of ``max_length`` tokens, rounded up to a bucket."""
         limit = self.config.max_position_embeddings
         if batch < 1:
             raise InputError(f"batch={batch}: at least 1")

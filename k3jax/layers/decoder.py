@@ -1,4 +1,4 @@
-"""One decoder layer: two depth mixes, an attention of either kind, a feed-forward of either kind."""
+"""One decoder layer: two depth mixes, attention and feed-forward of either kind."""
 
 from __future__ import annotations
 
@@ -79,15 +79,17 @@ class Depth:
 class DecoderLayer(nnx.Module):
     """Read, attend, add; read, feed forward, add. There is no plain residual stream."""
 
-    def __init__(self, config: Config, spec: LayerSpec, make: Maker, experts: str):
+    def __init__(self, config: Config, spec: LayerSpec, make: Maker, experts: str, indexer: str):
         self.config, self.spec = config, spec
         D = config.hidden_size
         self.attention_res = DepthRead(config, make)
         self.ffn_res = DepthRead(config, make)
         self.input_norm = make((D,), ("embed",), "ones")
         self.post_attention_norm = make((D,), ("embed",), "ones")
-        kind = KimiDeltaAttention if spec.attention == "kda" else GlobalAttention
-        self.attention = kind(config, make)
+        if spec.attention == "kda":
+            self.attention = KimiDeltaAttention(config, make)
+        else:
+            self.attention = GlobalAttention(config, make, indexer)
         if spec.ffn == "dense":
             self.ffn = FeedForward(config, config.intermediate_size, make)
         else:
@@ -95,9 +97,7 @@ class DecoderLayer(nnx.Module):
 
     def _norm(self, x, weight):
         c = self.config
-        return rms_norm(
-            x, weight[...], c.rms_norm_eps, weight_after_cast=c.norm_weight_after_cast
-        )
+        return rms_norm(x, weight[...], c.rms_norm_eps, weight_after_cast=c.norm_weight_after_cast)
 
     def __call__(self, depth: Depth, cache, positions_BT: jax.Array, slot=None):
         """Args:

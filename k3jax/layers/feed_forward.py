@@ -75,7 +75,9 @@ class LatentMoE(nnx.Module):
     def _weights(self, name: str):
         if not self.packed:
             return getattr(self, name)[...]
-        return mxfp4.MXFP4(getattr(self, f"{name}_codes")[...], getattr(self, f"{name}_scales")[...])
+        return mxfp4.MXFP4(
+            getattr(self, f"{name}_codes")[...], getattr(self, f"{name}_scales")[...]
+        )
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """[B, T, D] -> ([B, T, D], {"expert_ids", "expert_weights" [B, T, k], "router_scores"})."""

@@ -44,10 +44,15 @@ class Indexer(nnx.Module):
 
 
 class GlobalAttention(nnx.Module):
-    """Latent attention without rotation and with an output gate; sparse where the config has DSA."""
+    """Latent attention without rotation and with an output gate; sparse where the config has DSA.
 
-    def __init__(self, config: Config, make: Maker):
-        self.config = config
+    ``indexer`` is how the indexer trains: "frozen" (it selects, nothing more), "dense" (attention
+    sees every earlier token while the indexer learns where it goes) or "sparse" (attention sees the
+    selection, the indexer learns within it).
+    """
+
+    def __init__(self, config: Config, make: Maker, indexer: str = "frozen"):
+        self.config, self.indexer_mode = config, indexer
         m, D, H = config.mla, config.hidden_size, config.mla.num_heads
         self.q_a_proj = make((m.q_lora_rank, D), ("q_latent", "embed"))
         self.q_a_norm = make((m.q_lora_rank,), ("q_latent",), "ones")
@@ -71,7 +76,9 @@ class GlobalAttention(nnx.Module):
             ``x_BTD`` only.
           positions_BT: position of each token in its sequence, -1 for padding.
         Returns:
-          ([B, T, D], the cache with the new rows, {"selected": [B, T, topk]} in K3.1).
+          ([B, T, D], the cache with the new rows, aux). In K3.1 aux holds "selected" [B, T, topk]
+          and, while the indexer trains, what its loss needs: "index_scores", "attention_probs"
+          (summed over heads) and "index_valid", each [B, T, S].
         """
         config, m = self.config, self.config.mla
         B, T, _ = x_BTD.shape
@@ -89,7 +96,9 @@ class GlobalAttention(nnx.Module):
             latent, self.kv_a_norm[...], m.latent_norm_eps, weight_after_cast=after_cast
         )
         rows = jnp.concatenate([latent, rope], axis=-1)
-        index_rows = self.indexer.keys(x_BTD) if config.dsa is not None else None
+        # A top-k passes no gradient; the indexer has a loss of its own, which must train it alone.
+        detached = jax.lax.stop_gradient(x_BTD)
+        index_rows = self.indexer.keys(detached) if config.dsa is not None else None
 
         if cache is not None:
             latents = write_rows(cache.latent_BSC, rows, positions_BT, slot)
@@ -104,20 +113,55 @@ class GlobalAttention(nnx.Module):
         w = w.reshape(m.num_heads, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
         w_k, w_v = jnp.split(w, [m.qk_nope_head_dim], axis=1)
         scale = m.qk_head_dim**-0.5
-        aux = {}
         if config.dsa is None:
-            o = mla(q, rows, w_k, w_v, positions_BT, scale=scale)
+            o, aux = mla(q, rows, w_k, w_v, positions_BT, scale=scale), {}
         else:
-            # The selection takes no gradient: detach what it is made from.
-            index_q, index_w = jax.lax.stop_gradient(self.indexer.queries(x_BTD, q_latent))
-            selected = dsa.select(
-                index_q, jax.lax.stop_gradient(index_rows), index_w, positions_BT, config.dsa.topk
-            )
-            aux["selected"] = selected
-            if rows.shape[1] <= config.dsa.topk:  # every earlier token is selected
-                o = mla(q, rows, w_k, w_v, positions_BT, scale=scale)
-            else:
-                o = dsa.attend(q, rows, w_k, w_v, selected, scale=scale)
+            index = (*self.indexer.queries(detached, jax.lax.stop_gradient(q_latent)), index_rows)
+            o, aux = self._sparse(q, rows, w_k, w_v, positions_BT, index, scale)
         gate = jax.nn.sigmoid(linear(x_BTD, self.g_proj))
         out = linear(o.reshape(B, T, -1) * gate, self.o_proj)
         return out, cache, aux
+
+    def _sparse(self, q, rows, w_k, w_v, positions_BT, index, scale):
+        index_q, index_w, index_k = index
+        topk, S = self.config.dsa.topk, rows.shape[1]
+        selected = dsa.select(index_q, index_k, index_w, positions_BT, topk)
+        if self.indexer_mode == "dense" or topk >= S:  # every earlier token counts
+            o = mla(q, rows, w_k, w_v, positions_BT, scale=scale)
+        else:
+            o = dsa.attend(q, rows, w_k, w_v, selected, scale=scale)
+        aux = {"selected": selected}
+        if self.indexer_mode != "frozen":
+            valid = jnp.arange(S) <= positions_BT[..., None]
+            if self.indexer_mode == "sparse":
+                valid &= _chosen(selected, S)
+            probs = _attention_probs(*jax.lax.stop_gradient((q, rows, w_k)), valid, scale)
+            aux |= {
+                "index_scores": dsa.scores(index_q, index_k, index_w),
+                "attention_probs": probs,
+                "index_valid": valid,
+            }
+        return o, aux
+
+
+def _chosen(selected_BTk: jax.Array, S: int) -> jax.Array:
+    """bool [B, T, S]: which positions stand in the selection."""
+    B, T, _ = selected_BTk.shape
+    target = jnp.where(selected_BTk < 0, S, selected_BTk)
+    index = (jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], target)
+    return jnp.zeros((B, T, S), bool).at[index].set(True, mode="drop")
+
+
+def _attention_probs(q_BTHQ, rows_BSC, w_k_HNC, valid_BTS, scale: float) -> jax.Array:
+    """Attention probabilities over the valid keys, summed over heads: float32 [B, T, S]."""
+    C = w_k_HNC.shape[-1]
+
+    def one_head(total, head):
+        q_BTQ, w_k_NC = head
+        k = jnp.einsum("bsc,nc->bsn", rows_BSC[..., :C], w_k_NC)
+        k = jnp.concatenate([k, rows_BSC[..., C:]], axis=-1)
+        scores = jnp.einsum("btq,bsq->bts", q_BTQ, k, preferred_element_type=jnp.float32)
+        return total + jax.nn.softmax(scores * scale, axis=-1, where=valid_BTS), None
+
+    zero = jnp.zeros(valid_BTS.shape, jnp.float32)
+    return jax.lax.scan(one_head, zero, (jnp.moveaxis(q_BTHQ, 2, 0), w_k_HNC))[0]

@@ -32,9 +32,7 @@ class KimiDeltaAttention(nnx.Module):
         f32 = jnp.float32
         conv_init = lambda key, shape: jax.random.uniform(key, shape, f32, -0.5, 0.5)  # noqa: E731
         for name in ("q_conv", "k_conv", "v_conv"):
-            setattr(
-                self, name, make((P, kda.conv_width), ("heads", "conv"), conv_init, dtype=f32)
-            )
+            setattr(self, name, make((P, kda.conv_width), ("heads", "conv"), conv_init, dtype=f32))
         self.f_a_proj = make((K, D), ("gate_rank", "embed"))
         self.f_b_proj = make((P, K), ("heads", "gate_rank"))
         self.b_proj = make((H, D), ("head_count", "embed"))

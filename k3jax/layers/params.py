@@ -41,7 +41,7 @@ class Maker:
         dtype=None,
         kind: type[nnx.Variable] = nnx.Param,
     ) -> nnx.Variable:
-        """A variable of ``shape``; ``init`` is "normal", "zeros", "ones" or ``f(key, shape) -> f32``."""
+        """A variable; ``init`` is "normal", "zeros", "ones" or ``f(key, shape) -> f32``."""
         if len(shape) != len(axes):
             raise ValueError(f"axes {axes} do not name the dimensions of {shape}")
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)

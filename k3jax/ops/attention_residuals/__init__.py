@@ -4,8 +4,8 @@ Every sublayer reads a softmax mix of earlier results of the same token: the row
 embedding, then the sum of each finished block) and the running sum of the block being built.
 
     key_n   = v_n * rsqrt(mean(v_n^2) + eps)
-    score_n = sum_d key_nd * norm_d * query_d            (float32, no scale, no bias)
-    mix     = sum_n softmax(score)_n * v_n               (values are the raw rows; one cast at the end)
+    score_n = sum_d key_nd * norm_d * query_d      (float32, no scale, no bias)
+    mix     = sum_n softmax(score)_n * v_n         (values are the raw rows; one cast)
 
 Sources: the Attention Residuals paper, the Kimi K3 report, and Moonshot's published modelling code
 for the precision (float32 scores and mix) and for the order of reading and appending.

@@ -1,4 +1,4 @@
-"""The definition, in NumPy, one token at a time. Runs in the dtype it is given (float64 in tests)."""
+"""The definition, in NumPy, one token at a time, in the dtype it is given."""
 
 import numpy as np
 

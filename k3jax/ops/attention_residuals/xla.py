@@ -46,9 +46,7 @@ def mix(
     key_weight = _key_weight(norm_D, query_D)
     bank, partial = bank_NBTD.astype(jnp.float32), partial_BTD.astype(jnp.float32)
     live_N = jnp.arange(bank.shape[0]) < count
-    bank_scores = jnp.where(
-        live_N[:, None, None], _scores(bank, key_weight, eps), -jnp.inf
-    )
+    bank_scores = jnp.where(live_N[:, None, None], _scores(bank, key_weight, eps), -jnp.inf)
     scores = jnp.concatenate([bank_scores, _scores(partial, key_weight, eps)[None]])
     weights = jax.nn.softmax(scores, axis=0)
     mixed = jnp.einsum("nbt,nbtd->btd", weights[:-1], bank, precision=HIGHEST)

@@ -1,0 +1,46 @@
+"""From a checkpoint folder or a preset name to a model and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax import config as config_module
+from k3jax.checkpoint import safetensors
+from k3jax.model import Transformer
+from k3jax.runtime import Model
+
+
+def load(source: str | Path, *, dtype=jnp.bfloat16, shardings=None, layers=None, tokenizer=True):
+    """Load a checkpoint in Moonshot's format.
+
+    Args:
+      source: a folder, or a preset that ships weights ("nano").
+      dtype: of parameters and activations; what is float32 by definition stays float32, experts
+        stay packed.
+      shardings: ``f(path, shape, axes) -> jax.sharding.Sharding``, for arrays spread over devices;
+        None puts everything on the default device.
+      layers: load only the first so many layers.
+      tokenizer: False skips the tokenizer and returns None in its place.
+    Returns:
+      (`Model`, `Tokenizer`).
+    Raises:
+      ConfigError, CheckpointError: see `k3jax.checkpoint.safetensors.load`.
+    """
+    directory = config_module.resolve(source)
+    config = config_module.Config.from_hf(directory)
+    if layers is not None:
+        config = config.truncated(layers)
+    words = None
+    if tokenizer:
+        from k3jax.tokenizer import Tokenizer
+
+        words = Tokenizer.load(directory)
+    module = Transformer.abstract(config, dtype)
+    graphdef, state = nnx.split(module)
+    abstract = state.to_pure_dict() if hasattr(state, "to_pure_dict") else nnx.to_pure_dict(state)
+    params = safetensors.load(directory, abstract, config, dtype=dtype, shardings=shardings)
+    nnx.replace_by_pure_dict(state, params)
+    return Model(nnx.merge(graphdef, state)), words

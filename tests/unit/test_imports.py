@@ -1,0 +1,61 @@
+"""Dependencies point one way."""
+
+import ast
+from pathlib import Path
+
+import k3jax
+
+ROOT = Path(k3jax.__file__).parent
+
+# package or module of k3jax -> what it may import from k3jax
+ALLOWED = {
+    "errors": set(),
+    "quantization": {"errors"},
+    "ops": {"ops", "quantization", "errors"},
+    "config": {"errors"},
+    "cache": {"config", "errors"},
+    "layers": {"config", "cache", "ops", "quantization", "layers", "errors"},
+    "model": {"config", "cache", "layers", "errors"},
+    "runtime": {"config", "cache", "model", "errors"},
+    "checkpoint": {"config", "checkpoint", "quantization", "errors"},
+    "tokenizer": {"config", "errors"},
+    "loading": {"config", "checkpoint", "model", "runtime", "tokenizer", "errors"},
+    "generate": {"config", "generate", "runtime", "tokenizer", "errors"},
+}
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            if node.module == "k3jax":
+                yield from (f"k3jax.{a.name}" for a in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+
+
+def test_direction_of_imports():
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        package = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if package not in ALLOWED:
+            continue
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] in ("torch", "transformers"):
+                wrong.append(f"{path.name} imports {name}")
+            if parts[0] == "k3jax" and len(parts) > 1:
+                used = parts[1]
+                if used != package and used not in ALLOWED[package]:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_stay_short():
+    """400 lines, 700 for a Pallas kernel."""
+    long = {}
+    for path in ROOT.rglob("*.py"):
+        lines = len(path.read_text().splitlines())
+        if lines > (700 if "pallas" in path.name else 400):
+            long[str(path.relative_to(ROOT))] = lines
+    assert not long
