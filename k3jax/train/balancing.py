@@ -75,13 +75,13 @@ def loads(expert_ids_LNk: jax.Array, num_experts: int) -> jax.Array:
 
 
 def moe_layers(config: Config) -> list[tuple[str, int, int | None]]:
-    """Where each MoE layer's parameters are, in layer order: group, index, period number or None."""
+    """Where each MoE layer's parameters are, in layer order: (group, index, period or None)."""
     schedule = config.schedule
     return [schedule.locate(i) for i, spec in enumerate(config.layers) if spec.ffn == "moe"]
 
 
 def get_bias(params: dict, config: Config) -> jax.Array:
-    """All router biases of a nested parameter dict in layer order, float32 [MoE layers, experts]."""
+    """All router biases of a nested parameter dict, float32 [MoE layers, experts]."""
     rows = []
     for group, index, period in moe_layers(config):
         value = params[group][index]["ffn"]["router_bias"]
@@ -90,7 +90,7 @@ def get_bias(params: dict, config: Config) -> jax.Array:
 
 
 def set_bias(params: dict, config: Config, bias_LE: jax.Array) -> dict:
-    """A copy of the nested parameter dict with every router bias replaced; nothing else is copied."""
+    """The nested parameter dict with every router bias replaced; the rest is shared."""
     params = dict(params)
     stacked: dict[int, list[jax.Array]] = {}
     for row, (group, index, period) in enumerate(moe_layers(config)):

@@ -42,4 +42,5 @@ def indexer_loss(
     log_p = jnp.log(jnp.maximum(target, 1e-30))
     divergence = jnp.sum(jnp.where(target > 0, target * (log_p - log_q), 0.0), axis=-1)
     counted = jnp.sum(valid_BTS, axis=-1) > 1
-    return jnp.sum(jnp.where(counted, divergence, 0.0)) / jnp.maximum(jnp.sum(counted), 1)
+    rows = jnp.maximum(jnp.sum(counted, dtype=jnp.float32), 1.0)
+    return jnp.sum(jnp.where(counted, divergence, 0.0)) / rows

@@ -50,7 +50,7 @@ def newest_state(run_dir: Path) -> Path | None:
 
 
 def resume_state(trainer: Trainer, run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(state, meta): the newest state, else the best weights with a fresh optimiser, else step 0."""
+    """(state, meta): the newest state, else the best weights, a fresh optimiser, else step 0."""
     like = trainer.abstract_state()
     newest, best = newest_state(run_dir), run_dir / "best"
     if newest is not None:

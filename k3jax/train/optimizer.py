@@ -18,7 +18,7 @@ import optax
 from k3jax.config import Config
 from k3jax.train.settings import OptimizerSettings
 
-# Quintic Newton-Schulz coefficients: fast growth of small singular values, all end in about 0.7..1.2.
+# Quintic Newton-Schulz: small singular values grow fast, all end in about 0.7..1.2.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _EMBEDDINGS = ("embed", "lm_head")

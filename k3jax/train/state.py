@@ -103,7 +103,7 @@ def load(directory: str | Path, like) -> tuple[Any, dict[str, Any]]:
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
-    """``meta.json`` of a checkpoint folder: "parts", "pieces" and what ``save`` was given as meta."""
+    """``meta.json`` of a checkpoint folder: "parts", "pieces" and ``save``'s "meta"."""
     try:
         return json.loads((Path(directory) / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

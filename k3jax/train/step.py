@@ -29,7 +29,7 @@ Build = Callable[..., nnx.Module]  # build(rngs or None, dtype=..., remat=..., i
 
 
 def build_transformer(config: Config) -> Build:
-    """How this repository's model is made for training: dense experts, ``rngs`` None for abstract."""
+    """This repository's model with dense experts; abstract where ``rngs`` is None."""
     from k3jax.model import Transformer
 
     def build(rngs, *, dtype, remat=False, indexer="frozen"):

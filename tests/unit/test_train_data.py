@@ -1,6 +1,8 @@
 """The corpus rules, on a small made-up library and on the running interpreter's own."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,14 +140,12 @@ def test_prepare_twice_is_the_same(tmp_path, library):
     for name in ("heapq.py", "textwrap.py", "queue.py", "shlex.py", "csv.py", "bisect.py"):
         (root / name).write_bytes((data.library_root() / name).read_bytes())
     (root / "abc_copy.py").write_bytes((data.library_root() / "argparse.py").read_bytes())
-    model = json.loads(open(RECIPE.model, encoding="utf-8").read())
+    model = json.loads(Path(RECIPE.model).read_text())
     model["text_config"]["vocab_size"] = 512 + 256
     ids = {"bos_token_id": 512, "eos_token_id": 514, "pad_token_id": 767}
     model |= ids | {"media_placeholder_token_id": 533}
     model["text_config"] |= ids
     (tmp_path / "config.json").write_text(json.dumps(model))
-    from dataclasses import replace
-
     settings = replace(
         RECIPE,
         model=str(tmp_path / "config.json"),

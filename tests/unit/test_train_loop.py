@@ -88,7 +88,8 @@ def run(out, settings=None, **options):
 
 def test_learns_and_reports(tmp_path):
     result, _ = run(tmp_path)
-    assert result["finished"] and result["step"] == 60
+    assert result["finished"]
+    assert result["step"] == 60
     assert result["heldout"] < 4.3  # uniform is 5.0 bits a token and "byte", the chain's entropy 2
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in log if "loss" in entry]
@@ -100,7 +101,8 @@ def test_resume_is_the_uninterrupted_run(tmp_path):
     """Bitwise: same program, same order of work, state stored as float32."""
     _, whole = run(tmp_path / "whole")
     first, _ = run(tmp_path / "parts", seconds=0.0)  # the first look at the clock stops it
-    assert not first["finished"] and 0 < first["step"] < 60
+    assert not first["finished"]
+    assert 0 < first["step"] < 60
     second, parts = run(tmp_path / "parts")
     assert second["finished"]
     for name, value in checkpoint.flatten(whole).items():
@@ -114,13 +116,15 @@ def test_goes_on_from_best_weights_alone(tmp_path):
         file.unlink()
     newest.rmdir()
     result, state = run(tmp_path)
-    assert result["finished"] and int(state["step"]) == 60
+    assert result["finished"]
+    assert int(state["step"]) == 60
 
 
 def test_patience_stops_and_best_is_kept(tmp_path):
     settings = recipe(patience=1, optimizer=OptimizerSettings(3.0, name="adamw", warmup_steps=1))
     result, _ = run(tmp_path, settings)
-    assert result["finished"] and result["step"] <= 60
+    assert result["finished"]
+    assert result["step"] <= 60
     assert (
         result["best_step"]
         == min(
