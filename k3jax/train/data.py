@@ -203,7 +203,7 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
     Raises:
       ConfigError: the recipe's special ids do not follow its byte-pair ranks.
     """
-    from k3jax.tokenizer import RANKS_FILE, Tokenizer, write_tiktoken
+    from k3jax.tokenizer import Tokenizer, write_tokenizer
     from k3jax.train.bpe import train_bpe
 
     out = Path(out_dir)
@@ -216,8 +216,8 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
             f"{config.vocab_size}"
         )
     corpus = load_corpus(settings.data, root)
-    write_tiktoken(out / RANKS_FILE, train_bpe((d.text for d in corpus.train), ranks))
-    write_tokenizer_config(out, config)
+    merges = train_bpe((d.text for d in corpus.train), ranks)
+    write_tokenizer(out, merges, special_tokens(config))
     tokenizer = Tokenizer.load(out, config)
 
     record: dict = {
@@ -250,20 +250,12 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
     return record
 
 
-def write_tokenizer_config(directory: Path, config: Config) -> None:
-    """``tokenizer_config.json``: names of the special ids in use; the other ids stay reserved."""
-    names = {
+def special_tokens(config: Config) -> dict[int, str]:
+    """Names of the special ids in use; the other ids after the ranks stay reserved."""
+    return {
         config.bos_token_id: "[BOS]",
         config.eos_token_id - 1: "[EOS]",
         config.eos_token_id: "<|end_of_msg|>",
         config.media_token_id: "<|media_pad|>",
         config.pad_token_id: "[PAD]",
     }
-    values = {
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-        "pad_token": "[PAD]",
-        "added_tokens_decoder": {str(i): {"content": n, "special": True} for i, n in names.items()},
-    }
-    text = json.dumps(values, indent=1) + "\n"
-    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -20,6 +20,7 @@ from k3jax.train.settings import TrainSettings, load_settings
 from k3jax.train.step import Trainer, build_transformer, data_mesh
 
 SETS = ("train", "dev", "heldout")
+ASSETS = ("tiktoken.model", "tokenizer_config.json", "data.json")
 
 
 def load_streams(directory: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -41,6 +42,14 @@ def load_streams(directory: str | Path) -> tuple[dict[str, np.ndarray], dict[str
                 f"{record['sets'][name]['tokens']}"
             )
     return streams, record
+
+
+def keep_assets(run_dir: Path, data: Path, model: Path) -> None:
+    """Copies what an exported checkpoint needs besides weights into ``run_dir/assets``."""
+    assets = run_dir / "assets"
+    assets.mkdir(parents=True, exist_ok=True)
+    for file in (*(data / name for name in ASSETS), model):
+        shutil.copyfile(file, assets / file.name)
 
 
 def newest_state(run_dir: Path) -> Path | None:
@@ -254,6 +263,7 @@ def main(
         want = getattr(config, f"{name}_token_id")
         if record[name] != want:
             raise CheckpointError(str(data), [f"{name} {record[name]}, the model has {want}"])
+    keep_assets(run_dir, Path(data), Path(settings.model))
     sizes = ", ".join(f"{n} {s['tokens']:,} tokens" for n, s in record["sets"].items())
     _say(f"data: Python {record['python']}, {sizes}")
     trainer = Trainer(
