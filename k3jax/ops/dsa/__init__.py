@@ -1,0 +1,206 @@
+"""Gated DSA of Kimi K3.1: an indexer picks ``topk`` cache rows, latent attention reads those."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.ops import mla
+from k3jax.ops.dsa import xla
+from k3jax.ops.mla import blocks
+
+__all__ = ["ATTEND_IMPLEMENTATIONS", "SELECT_IMPLEMENTATIONS", "attend", "scores", "select"]
+
+log = logging.getLogger(__name__)
+
+SELECT_IMPLEMENTATIONS = ("streamed",)
+ATTEND_IMPLEMENTATIONS = ("gathered", "masked")
+
+MASKED_KEYS = 4096
+"""Longest cache that "auto" attends to densely under a mask."""
+
+MASKED_RATIO = 8
+"""Rows a query may score in the masked form for each row it selected, under "auto"."""
+
+
+def scores(q_BTHK: jax.Array, k_BSK: jax.Array, w_BTH: jax.Array) -> jax.Array:
+    """Indexer scores of every query against every key, in one piece (tests and short S).
+
+    ``score[b,t,s] = sum_h w[b,t,h] * relu(q[b,t,h] . k[b,s])``, float32. The factors H**-0.5
+    and K**-0.5 are the caller's, folded into w (a positive factor passes through the ReLU). Head
+    weights may be negative. No causal mask is applied.
+
+    Args:
+      q_BTHK: index queries, float32 or bfloat16.
+      k_BSK: index keys, one for all heads, same dtype.
+      w_BTH: head weights, float32, scales included.
+
+    Returns:
+      score_BTS float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+
+    Source: DeepSeek-V3.2 (lightning indexer), without its rotation and Hadamard transform.
+    """
+    _check_indexer(q_BTHK, k_BSK, w_BTH)
+    return xla.scores(q_BTHK, k_BSK, w_BTH)
+
+
+def select(
+    q_BTHK: jax.Array,
+    k_BSK: jax.Array,
+    w_BTH: jax.Array,
+    positions_BT: jax.Array,
+    topk: int,
+    *,
+    implementation: str = "auto",
+    query_block: int | None = None,
+    key_block: int | None = None,
+) -> jax.Array:
+    """Exact causal top-k of ``scores``: the cache rows a query attends to, one set for all heads.
+
+    Rows s <= position compete; the best ``topk`` stay, or all when there are no more. Equal scores
+    (-0.0 equals 0.0) go to the lower position. A NaN score ranks below every finite one but
+    is still a legal row. [T, S] scores are never held for long S, and no index is ever a product
+    of T and S. The result has no gradient. With S <= topk nothing is scored.
+
+    Args:
+      q_BTHK, k_BSK, w_BTH: as for ``scores``. Keys after the positions may hold anything.
+      positions_BT: int32, the cache row of each query; -1 marks a padded query (selects nothing).
+      topk: rows to keep, 2048 in K3.1.
+      implementation: "auto" or "streamed".
+      query_block: queries at a time, or None for a size from ``blocks.BUDGET_BYTES``.
+      key_block: keys at a time, or None likewise.
+
+    Returns:
+      indices_BTk int32, ascending, padded at the end with -1.
+
+    Raises:
+      ValueError: topk < 1, an unknown implementation, or shapes or dtypes that do not fit.
+
+    Source: DeepSeek-V3.2; the tie and NaN rules are this project's.
+    """
+    _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT)
+    if topk < 1:
+        raise ValueError(f"dsa.select: topk must be at least 1, got {topk}")
+    if implementation not in ("auto", *SELECT_IMPLEMENTATIONS):
+        known = ", ".join(("auto", *SELECT_IMPLEMENTATIONS))
+        raise ValueError(f"dsa.select: implementation {implementation!r} is not one of {known}")
+    batch, queries, heads, _ = q_BTHK.shape
+    keys, width = k_BSK.shape[1:]
+    if keys <= topk:
+        log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
+        return xla.everything(positions_BT, keys, topk)
+    plan = blocks.plan(
+        queries,
+        keys,
+        pair=batch * (heads + 4) * 4,  # dot products; score, rank, position and their sort
+        per_key=batch * width * k_BSK.dtype.itemsize,
+        per_query=batch * topk * 4 * 4,
+        key_floor=2 * topk,  # shorter blocks would mostly sort the running list again
+    )
+    query_block, key_block = query_block or plan[0], min(key_block or plan[1], keys)
+    log.debug(
+        "dsa.select: streamed; %d x %d keys in blocks of %d x %d, topk %d",
+        *(queries, keys, query_block, key_block, topk),
+    )
+    q_BTHK, k_BSK, w_BTH = jax.lax.stop_gradient((q_BTHK, k_BSK, w_BTH))
+    return xla.streamed(
+        *(q_BTHK, k_BSK, w_BTH, positions_BT, topk), query_block=query_block, key_block=key_block
+    )
+
+
+def attend(
+    q_BTHQ: jax.Array,
+    cache_BSC: jax.Array,
+    w_k_HNC: jax.Array,
+    w_v_HVC: jax.Array,
+    indices_BTk: jax.Array,
+    *,
+    scale: float,
+    implementation: str = "auto",
+    query_block: int | None = None,
+) -> jax.Array:
+    """Latent attention (formula of ``mla``) of each query over its selected cache rows only.
+
+    "gathered" copies each query's rows and attends in the absorbed form, by query blocks within
+    ``blocks.BUDGET_BYTES``. "masked" is dense attention under a mask made from the indices: more
+    products, no gather; it takes mla's own choice of form. "auto" takes masked when
+    S <= min(8 k, 4096) and there are at least 16 queries, or when S <= k. Both are
+    differentiable in q, cache, w_k and w_v.
+
+    Args:
+      q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC: as for ``mla``. Rows that no query of their batch
+        row selected may hold anything, NaN included.
+      indices_BTk: int32 from ``select``. Negative entries are absent, and so are those past the
+        cache. No row twice for one query. A query without any row gives zeros.
+      scale: (N + R) ** -0.5 in K3.1.
+      implementation: "auto", "gathered" or "masked".
+      query_block: queries at a time, or None for a size from the budget.
+
+    Returns:
+      o_BTHV in the queries' dtype.
+
+    Raises:
+      ValueError: an unknown implementation, or shapes or dtypes that do not fit.
+
+    Source: DeepSeek-V3.2 (sparse latent attention); Moonshot's articles on Kimi K3.1.
+    """
+    mla.check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, "dsa.attend")
+    batch, queries, heads, _ = q_BTHQ.shape
+    (keys, row), topk = cache_BSC.shape[1:], indices_BTk.shape[2]
+    reason = "asked for"
+    if implementation == "auto":
+        short = keys <= topk or (keys <= min(MASKED_RATIO * topk, MASKED_KEYS) and queries >= 16)
+        implementation = "masked" if short else "gathered"
+        reason = f"{queries} queries select {topk} of {keys} rows"
+    log.debug("dsa.attend: %s (%s)", implementation, reason)
+    if implementation == "masked":
+        return mla.dispatch(
+            *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, ("indices", indices_BTk)),
+            scale=scale,
+            implementation="auto",
+            query_block=query_block,
+        )
+    if implementation != "gathered":
+        known = ", ".join(("auto", *ATTEND_IMPLEMENTATIONS))
+        raise ValueError(f"dsa.attend: implementation {implementation!r} is not one of {known}")
+    # Gathered rows before and after masking, scores and weights, weighted rows.
+    size = q_BTHQ.dtype.itemsize
+    per_query = batch * (topk * row * size * 2 + heads * (topk * 8 + row * 8))
+    if query_block is None:
+        fits = blocks.BUDGET_BYTES // per_query
+        query_block = queries if queries <= fits else blocks.power_of_two(fits)
+    return xla.gathered(
+        *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk), scale=scale, query_block=query_block
+    )
+
+
+def _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT=None) -> None:
+    if q_BTHK.dtype != k_BSK.dtype or q_BTHK.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"dsa: q and k must share float32 or bfloat16, got {q_BTHK.dtype}, {k_BSK.dtype}"
+        )
+    if w_BTH.dtype != jnp.float32:
+        raise ValueError(f"dsa: head weights must be float32, got {w_BTH.dtype}")
+    fits = (
+        q_BTHK.ndim == 4
+        and k_BSK.ndim == 3
+        and k_BSK.shape[1] > 0
+        and k_BSK.shape[::2] == q_BTHK.shape[::3]
+        and w_BTH.shape == q_BTHK.shape[:3]
+    )
+    if not fits:
+        raise ValueError(
+            f"dsa: shapes do not fit: q {q_BTHK.shape}, k {k_BSK.shape}, w {w_BTH.shape}"
+        )
+    if positions_BT is not None and (
+        positions_BT.shape != q_BTHK.shape[:2] or positions_BT.dtype != jnp.int32
+    ):
+        raise ValueError(
+            f"dsa: positions must be int32 {q_BTHK.shape[:2]}, got "
+            f"{positions_BT.dtype} {positions_BT.shape}"
+        )

@@ -1,0 +1,94 @@
+"""Sparse attention in portable JAX: streamed exact top-k, and attention over gathered rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.ops.mla import blocks
+from k3jax.ops.mla import xla as dense
+
+ABSENT = jnp.iinfo(jnp.int32).max  # sorts after every position
+
+
+def scores(q_BTHK, k_BSK, w_BTH):
+    """The indexer's scores for every query and key, float32 [B, T, S]."""
+    dot_BTHS = blocks.einsum("bthk,bsk->bths", q_BTHK, k_BSK)
+    # A ReLU that keeps NaN. XLA:CPU turns relu(NaN) into 0 once maximum is fused (its fast
+    # minimum and maximum), and a NaN key would rank above every negative score.
+    relu_BTHS = jnp.where(dot_BTHS <= 0, 0.0, dot_BTHS)
+    return (relu_BTHS * w_BTH[..., None]).sum(2)
+
+
+def ranked(score_BTS, legal_BTS):
+    """Scores as keys with one order on every backend: legal finite > NaN > not legal.
+
+    Not legal is -inf, NaN the lowest finite float, and every other score at least the float
+    above it. -0.0, which a negative head weight makes of a ReLU's zero, becomes +0.0: top_k puts
+    -0.0 below +0.0, although the two are equal.
+    """
+    lowest = jnp.finfo(jnp.float32).min
+    above = jnp.nextafter(lowest, jnp.float32(0))
+    score_BTS = jnp.where(score_BTS == 0, 0.0, score_BTS)
+    score_BTS = jnp.where(jnp.isnan(score_BTS), lowest, jnp.maximum(score_BTS, above))
+    return jnp.where(legal_BTS, score_BTS, -jnp.inf)
+
+
+def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, *, query_block, key_block):
+    """Exact causal top-k that holds scores of one query block and one key block at a time.
+
+    A running list of the best ``topk``, ordered by (score down, position up), is merged with each
+    block by one stable top_k. The list stands before the block and keys come in ascending order,
+    so a tie goes to the lower position whatever the block sizes.
+    """
+    keys = k_BSK.shape[1]
+
+    def one_block(q_BTHK, w_BTH, positions_BT):
+        rows = positions_BT.shape
+        best = (jnp.full((*rows, topk), -jnp.inf), jnp.full((*rows, topk), -1, jnp.int32))
+
+        def step(best, start, fresh_S):
+            k_BsK = jax.lax.dynamic_slice_in_dim(k_BSK, start, key_block, 1)
+            at_S = start + jnp.arange(key_block, dtype=jnp.int32)
+            legal_BTS = (at_S <= positions_BT[..., None]) & fresh_S
+            rank_BTS = ranked(scores(q_BTHK, k_BsK, w_BTH), legal_BTS)
+            at_BTS = jnp.broadcast_to(at_S, rank_BTS.shape)
+            rank = jnp.concatenate([best[0], rank_BTS], -1)
+            at = jnp.concatenate([best[1], at_BTS], -1)
+            rank, order = jax.lax.top_k(rank, topk)
+            return rank, jnp.take_along_axis(at, order, -1, mode="promise_in_bounds")
+
+        best = blocks.over_keys(step, best, keys, key_block, positions_BT.max())
+        at_BTk = jnp.sort(jnp.where(best[0] == -jnp.inf, ABSENT, best[1]), -1)
+        return jnp.where(at_BTk == ABSENT, -1, at_BTk)
+
+    return blocks.over_queries(one_block, query_block, (q_BTHK, w_BTH, positions_BT), (0, 0, -1))
+
+
+def everything(positions_BT, keys: int, topk: int):
+    """The selection when no more than ``topk`` keys exist: all of them up to the position."""
+    at_k = jnp.arange(topk, dtype=jnp.int32)
+    legal_BTk = (at_k <= positions_BT[..., None]) & (at_k < keys)
+    return jnp.where(legal_BTk, at_k, -1)
+
+
+def gathered(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale, query_block):
+    """Absorbed attention of every query over its own rows, gathered by query blocks."""
+    keys = cache_BSC.shape[1]
+
+    def one_block(q_BTHC, indices_BTk):
+        present_BTk = (indices_BTk >= 0) & (indices_BTk < keys)
+        at_BTk = jnp.where(present_BTk, indices_BTk, 0)
+        take = jax.vmap(lambda rows_SC, at: rows_SC.at[at].get(mode="promise_in_bounds"))
+        # Row 0 stands in for an absent one and may hold NaN: zero it, a weight of 0 is not enough.
+        rows_BTkC = jnp.where(present_BTk[..., None], take(cache_BSC, at_BTk), 0)
+        live_BT = present_BTk.any(-1)
+        q_BTHC = jnp.where(live_BT[..., None, None], q_BTHC, 0)
+        mask_BTHk = present_BTk[:, :, None]
+        return blocks.normalise(
+            blocks.partial_attention(q_BTHC, rows_BTkC, rows_BTkC, mask_BTHk, scale)
+        )
+
+    q_BTHC = dense.absorb_query(q_BTHQ, w_k_HNC)
+    row_BTHC = blocks.over_queries(one_block, query_block, (q_BTHC, indices_BTk), (0, -1))
+    return dense.value_from_latent(row_BTHC.astype(q_BTHQ.dtype), w_v_HVC)

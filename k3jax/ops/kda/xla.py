@@ -1,0 +1,307 @@
+"""Kimi Delta Attention in plain JAX: runs on every backend, differentiable.
+
+Three forms of one recurrence. `recurrent` scans tokens. `chunked` and `associative` cut the
+sequence into chunks of 64 rows, solve every chunk in parallel for an unknown entry state, and
+differ only in how the entry states are found: a sequential scan over chunk maps, or
+`lax.associative_scan` over their compositions.
+
+With P_i the sum of g over rows 1..i of a chunk and g(j, i] the sum over rows j+1..i, unrolling the
+recurrence from the entry state S gives (Kimi Linear paper, the chunkwise form):
+
+    (I + diag(beta) A) U = diag(beta) (V - Kp S)      A_ij = sum_c k_ic k_jc exp(g(j, i]_c), j < i
+    O  = Qp S + Z U                                   Z_ij = sum_c q_ic k_jc exp(g(j, i]_c), j <= i
+    S' = exp(P_64) * S + Ks^T U
+    Kp_i = k_i exp(P_i),  Qp_i = q_i exp(P_i),  Ks_j = k_j exp(g(j, 64])
+
+The decays need care. Splitting exp(g(j, i]) into exp(P_i) exp(-P_j) overflows float32 once 88 nats
+have gathered (18 rows at the bound of -5), and P_i - P_j in log space cancels digits. Here A and Z
+are built by block doubling, 1 -> 2 -> 4 -> ... -> 64. When two neighbours merge, row i lies in the
+right one and row j in the left one, so that
+
+    g(j, i] = (rest of the left block after j) + (right block up to and with i)
+
+is split at their border: two sums of non-positive numbers, two exponentials in [0, 1], one matmul.
+No log decay is ever subtracted and no argument of `exp` is ever positive, so every lower bound of
+the gate is right, none included, and no [64, 64, K] or [16, 16, K] array exists.
+
+The inverse of I + L, L = diag(beta) A, merges the same blocks,
+
+    inv([[P, 0], [X, R]]) = [[inv P, 0], [-inv(R) X inv(P), inv R]],
+
+which is substitution in another order. Its intermediates are entries of products of the
+contractions I - beta k k^T, hence at most 1 for unit keys: 64 equal keys with beta = 0.999 and no
+decay come out to 1e-6. Neumann or Newton products pass through powers of L, which reach 1e9 there.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+CHUNK = 64
+# Rows are solved in groups of chunks whose [rows, heads, channels] float32 arrays stay below
+# 128 MiB; a forward pass has about 15 of them alive, a backward pass about 40. Longer inputs scan
+# over groups.
+GROUP_ELEMENTS = 2**25
+
+_exp = jnp.exp  # the single exponential of this file; the tests watch its arguments
+
+
+def _matmul(a, b):
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _transposed(x):
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _step(state_BHKV, inputs):
+    """One token. Sums are elementwise so that no backend lowers them to a reduced-precision dot."""
+    q_BHK, k_BHK, v_BHV, g_BHK, beta_BH = (x.astype(jnp.float32) for x in inputs)
+    state_BHKV = _exp(g_BHK)[..., None] * state_BHKV
+    held_BHV = jnp.sum(state_BHKV * k_BHK[..., None], axis=-2)
+    u_BHV = beta_BH[..., None] * (v_BHV - held_BHV)
+    state_BHKV = state_BHKV + k_BHK[..., None] * u_BHV[..., None, :]
+    return state_BHKV, jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)
+
+
+def recurrent(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV):
+    """`lax.scan` over tokens: the form for decode.
+
+    Under `jax.grad` the scan keeps one state a token; train with `chunked`.
+    """
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    if k_BTHK.shape[1] == 1:
+        state_BHKV, o_BHV = _step(state_BHKV, [x[:, 0] for x in inputs])
+        return o_BHV[:, None], state_BHKV
+    state_BHKV, o_TBHV = lax.scan(_step, state_BHKV, [jnp.moveaxis(x, 1, 0) for x in inputs])
+    return jnp.moveaxis(o_TBHV, 0, 1), state_BHKV
+
+
+class _Chunk(NamedTuple):
+    """One chunk solved for an unknown entry state S: U = u - w S. Leading axes N, B, H."""
+
+    q_CK: Array  # Qp: queries decayed from the entry of the chunk
+    scores_CC: Array  # Z
+    u_CV: Array
+    w_CK: Array
+    k_CK: Array  # Ks: keys decayed to the end of the chunk
+    decay_K: Array  # exp(P_64)
+
+
+def _level_masks(size):
+    """Two 0/1 masks [levels, C, C] for the mergers of blocks of width 1, 2, .., C/2.
+
+    `sums` times g: for a row of a right block the sum over its block up to and with the row, for a
+    row of a left block the sum over its block behind the row. `pairs` is (i, j) with i in the right
+    and j in the left block of one merger; all levels together are the strict lower triangle.
+    """
+    rows = np.arange(size)
+    widths = [1 << level for level in range(size.bit_length() - 1)]
+    block = np.array([rows // width for width in widths], np.int32).reshape(-1, size)
+    same = block[:, :, None] == block[:, None, :]
+    is_right = block[:, :, None] % 2 == 1
+    sums = same & np.where(is_right, rows <= rows[:, None], rows > rows[:, None])
+    pairs = is_right & (block[:, None, :] == block[:, :, None] - 1)
+    return sums.astype(np.float32), pairs
+
+
+def _decayed_products(q_CK, k_CK, g_CK):
+    """A (j < i) and Z (j <= i), level by level on whole [C, C] matrices with masks.
+
+    That is twice the arithmetic of exact block shapes and a tenth of their compile time.
+    """
+    size = k_CK.shape[-2]
+    kq_2CK = jnp.stack([k_CK, q_CK], axis=-3)
+
+    def merge(total_2CC, masks):
+        sums_CC, pairs_CC = masks
+        to_border_CK = _exp(_matmul(sums_CC, g_CK))
+        kq_2CK_border = kq_2CK * to_border_CK[..., None, :, :]
+        rows = kq_2CK_border.reshape(*k_CK.shape[:-2], 2 * size, k_CK.shape[-1])
+        products = _matmul(rows, _transposed(rows[..., :size, :])).reshape(total_2CC.shape)
+        return jnp.where(pairs_CC, products, total_2CC), None
+
+    eye_CC = jnp.eye(size, dtype=jnp.float32)
+    own_CC = eye_CC * jnp.sum(q_CK * k_CK, axis=-1)[..., None]
+    total_2CC, _ = lax.scan(
+        merge, jnp.stack([jnp.zeros_like(own_CC), own_CC], axis=-3), _level_masks(size)
+    )
+    return total_2CC[..., 0, :, :], total_2CC[..., 1, :, :]
+
+
+@jax.custom_jvp
+def _unit_inverse(lower_CC):
+    """The inverse of I + lower, with `lower` zero on and above the diagonal."""
+    size = lower_CC.shape[-1]
+
+    def merge(inverse_CC, pairs_CC):
+        crossing_CC = jnp.where(pairs_CC, lower_CC, 0.0)
+        return inverse_CC - _matmul(inverse_CC, _matmul(crossing_CC, inverse_CC)), None
+
+    eye_CC = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), lower_CC.shape)
+    return lax.scan(merge, eye_CC, _level_masks(size)[1])[0]
+
+
+@_unit_inverse.defjvp
+def _unit_inverse_jvp(primals, tangents):
+    inverse_CC = _unit_inverse(*primals)
+    return inverse_CC, -_matmul(inverse_CC, _matmul(tangents[0], inverse_CC))
+
+
+def _solve(q_CK, k_CK, v_CV, g_CK, beta_C) -> _Chunk:
+    """Solves chunks: float32, any leading axes, C a power of two."""
+    size, v_dim = v_CV.shape[-2:]
+    keys_CC, scores_CC = _decayed_products(q_CK, k_CK, g_CK)
+    inverse_CC = _unit_inverse(beta_C[..., None] * keys_CC) * beta_C[..., None, :]
+    upto_CC = np.tri(size, dtype=np.float32)
+    from_entry_CK = _exp(_matmul(upto_CC, g_CK))
+    to_end_CK = _exp(_matmul(1 - upto_CC, g_CK))
+    solved = _matmul(inverse_CC, jnp.concatenate([v_CV, k_CK * from_entry_CK], axis=-1))
+    return _Chunk(
+        q_CK=q_CK * from_entry_CK,
+        scores_CC=scores_CC,
+        u_CV=solved[..., :v_dim],
+        w_CK=solved[..., v_dim:],
+        k_CK=k_CK * to_end_CK,
+        decay_K=from_entry_CK[..., -1, :],
+    )
+
+
+def _erase_and_write(chunk: _Chunk):
+    """(E, B) with S' = decay * S - E S + B. Padding has exactly E = B = 0 and decay = 1."""
+    k_KC = _transposed(chunk.k_CK)
+    return _matmul(k_KC, chunk.w_CK), _matmul(k_KC, chunk.u_CV)
+
+
+def _dense_maps(chunk: _Chunk):
+    erase_KK, write_KV = _erase_and_write(chunk)
+    eye_KK = jnp.eye(erase_KK.shape[-1], dtype=jnp.float32)
+    return chunk.decay_K[..., None] * eye_KK - erase_KK, write_KV
+
+
+def compose(earlier, later):
+    """The map of two stretches in a row: S -> M2 (M1 S + B1) + B2.
+
+    Associative, so `lax.associative_scan(compose, maps)` gives the map of every prefix.
+
+    Args:
+      earlier, later: (M [..., K, K], B [..., K, V]) float32 pairs as `chunk_maps` returns them.
+    """
+    (m1_KK, b1_KV), (m2_KK, b2_KV) = earlier, later
+    return _matmul(m2_KK, m1_KK), _matmul(m2_KK, b1_KV) + b2_KV
+
+
+def _states_sequential(chunk: _Chunk, state_BHKV):
+    """Entry states of all chunks [N, B, H, K, V] and the last state: one matmul a chunk."""
+    erase_NBHKK, write_NBHKV = _erase_and_write(chunk)
+
+    def body(state_BHKV, x):
+        decay_BHK, erase_BHKK, write_BHKV = x
+        erased_BHKV = _matmul(erase_BHKK, state_BHKV)
+        return decay_BHK[..., None] * state_BHKV - erased_BHKV + write_BHKV, state_BHKV
+
+    state_BHKV, entry_NBHKV = lax.scan(body, state_BHKV, (chunk.decay_K, erase_NBHKK, write_NBHKV))
+    return entry_NBHKV, state_BHKV
+
+
+def _states_associative(chunk: _Chunk, state_BHKV):
+    """The same by a parallel prefix over chunk maps: log2(N) deep, K / V more arithmetic."""
+    m_NBHKK, b_NBHKV = lax.associative_scan(compose, _dense_maps(chunk))
+    after_NBHKV = _matmul(m_NBHKK, state_BHKV) + b_NBHKV
+    return jnp.concatenate([state_BHKV[None], after_NBHKV[:-1]]), after_NBHKV[-1]
+
+
+def _to_chunks(x_BTHX, size):
+    """[B, T, H, X] -> float32 [N, B, H, C, X]."""
+    batch, length, heads, width = x_BTHX.shape
+    x_BNCHX = x_BTHX.reshape(batch, length // size, size, heads, width)
+    return jnp.transpose(x_BNCHX, (1, 0, 3, 2, 4)).astype(jnp.float32)
+
+
+def _solve_rows(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, size):
+    q, k, v, g, beta = (
+        _to_chunks(x, size) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH[..., None])
+    )
+    return _solve(q, k, v, g, beta[..., 0])
+
+
+def _group(state_BHKV, inputs, *, size, states):
+    """A group of chunks: solve all, find the entry states, read all outputs."""
+    chunk = _solve_rows(*inputs, size=size)
+    entry_NBHKV, state_BHKV = states(chunk, state_BHKV)
+    u_NBHCV = chunk.u_CV - _matmul(chunk.w_CK, entry_NBHKV)
+    o_NBHCV = _matmul(chunk.q_CK, entry_NBHKV) + _matmul(chunk.scores_CC, u_NBHCV)
+    o_BNCHV = jnp.transpose(o_NBHCV, (1, 0, 3, 2, 4))
+    batch, chunks, _, heads, v_dim = o_BNCHV.shape
+    return state_BHKV, o_BNCHV.reshape(batch, chunks * size, heads, v_dim)
+
+
+def _chunk_size(length):
+    """64, or the next power of two for shorter inputs."""
+    return min(CHUNK, 1 << (length - 1).bit_length())
+
+
+def _pad_rows(inputs, rows):
+    """Appends rows of zeros: g = 0, beta = 0, k = 0 change no state and no earlier output."""
+    return [
+        jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2)) if rows else x for x in inputs
+    ]
+
+
+def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, *, states):
+    batch, length, heads, k_dim = k_BTHK.shape
+    size = _chunk_size(length)
+    chunks = -(-length // size)
+    chunk_elements = batch * heads * size * max(k_dim, v_BTHV.shape[-1])
+    groups = -(-chunks // max(1, GROUP_ELEMENTS // chunk_elements))
+    rows = -(-chunks // groups) * size  # rows of one group
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    inputs = _pad_rows(inputs, groups * rows - length)
+
+    # The backward pass keeps the inputs and one state a group, and solves the chunks again.
+    body = jax.checkpoint(partial(_group, size=size, states=states), prevent_cse=groups == 1)
+    if groups == 1:
+        state_BHKV, o_BTHV = body(state_BHKV, inputs)
+        return o_BTHV[:, :length], state_BHKV
+
+    def by_group(x):
+        return jnp.moveaxis(x.reshape(batch, groups, rows, *x.shape[2:]), 1, 0)
+
+    state_BHKV, o_GBTHV = lax.scan(body, state_BHKV, [by_group(x) for x in inputs])
+    o_BTHV = jnp.moveaxis(o_GBTHV, 0, 1).reshape(batch, groups * rows, heads, -1)
+    return o_BTHV[:, :length], state_BHKV
+
+
+def chunked(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV):
+    """Chunks of 64 rows solved in parallel, their maps scanned in order: prefill and training."""
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    return _by_groups(*inputs, state_BHKV, states=_states_sequential)
+
+
+def associative(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV):
+    """`chunked` with a parallel prefix over the chunk maps: for few heads and long inputs."""
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    return _by_groups(*inputs, state_BHKV, states=_states_associative)
+
+
+def chunk_maps(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
+    """The affine map S -> M S + B of each chunk of 64 rows (of all T rows if T < 64).
+
+    All of T at once: K (K + V) floats a chunk and head. Sequence parallelism composes the maps of
+    a shard with `compose` and exchanges one (M, B) a shard.
+
+    Args:
+      k_BTHK, v_BTHV: keys and values, floating.
+      g_BTHK, beta_BTH: log decay and write strength, float32. A last partial chunk is padded with
+        g = 0, beta = 0, k = 0; mask other rows that must not count in the same way.
+
+    Returns:
+      (M_NBHKK, B_NBHKV) float32 with N = ceil(T / 64).
+    """
+    size = _chunk_size(k_BTHK.shape[1])
+    inputs = _pad_rows((k_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH), -k_BTHK.shape[1] % size)
+    return _dense_maps(_solve_rows(*inputs, size=size))
