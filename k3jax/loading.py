@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax import config as config_module
-from k3jax.checkpoint import safetensors
+from k3jax import checkpoint
+from k3jax.config import Config, resolve
 from k3jax.model import Transformer
 from k3jax.runtime import Model
 
@@ -29,18 +29,17 @@ def load(source: str | Path, *, dtype=jnp.bfloat16, shardings=None, layers=None,
     Raises:
       ConfigError, CheckpointError: see `k3jax.checkpoint.safetensors.load`.
     """
-    directory = config_module.resolve(source)
-    config = config_module.Config.from_hf(directory)
-    if layers is not None:
-        config = config.truncated(layers)
+    directory = resolve(source)
+    config = Config.from_hf(directory)
     words = None
     if tokenizer:
         from k3jax.tokenizer import Tokenizer
 
-        words = Tokenizer.load(directory)
-    module = Transformer.abstract(config, dtype)
-    graphdef, state = nnx.split(module)
-    abstract = state.to_pure_dict() if hasattr(state, "to_pure_dict") else nnx.to_pure_dict(state)
-    params = safetensors.load(directory, abstract, config, dtype=dtype, shardings=shardings)
+        words = Tokenizer.load(directory, config)
+    kept = config if layers is None else config.truncated(layers)
+    graphdef, state = nnx.split(Transformer.abstract(kept, dtype))
+    params = checkpoint.load(
+        directory, nnx.to_pure_dict(state), config, dtype=dtype, shardings=shardings, layers=layers
+    )
     nnx.replace_by_pure_dict(state, params)
     return Model(nnx.merge(graphdef, state)), words

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from k3jax.quantization.mxfp4 import fake_quantize
 
 from k3jax.config import DSAConfig, KDAConfig, MLAConfig, MoEConfig
+from k3jax.quantization.mxfp4 import fake_quantize
 from k3jax.train import balancing, evaluate, export, loop
 from k3jax.train import state as checkpoint
 from k3jax.train.settings import DataSettings, OptimizerSettings, TrainSettings
@@ -134,9 +134,8 @@ def exported(finished, tmp_path_factory):
     out, _, _ = finished
     assets = out / "assets"
     assets.mkdir()
-    from k3jax.tokenizer import write_tokenizer
-
     from k3jax.checkpoint import safetensors
+    from k3jax.tokenizer import write_tokenizer
     from k3jax.train.data import special_tokens
 
     # The writer makes config.json from the config.
