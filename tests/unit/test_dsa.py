@@ -51,13 +51,9 @@ def indexer_case(batch, queries, keys, seed=0, whole=False):
 
 def attention_case(batch, queries, keys, seed=0, dtype=jnp.float32):
     rng = np.random.default_rng([seed, batch, queries, keys, 1])
-    draw = lambda *shape, std=1.0: jnp.asarray(rng.normal(0, std, shape), dtype)  # noqa: E731
-    return (
-        draw(batch, queries, H, N + R, std=2),
-        draw(batch, keys, C + R),
-        draw(H, N, C, std=C**-0.5),
-        draw(H, V, C, std=C**-0.5),
-    )
+    shapes = (batch, queries, H, N + R), (batch, keys, C + R), (H, N, C), (H, V, C)
+    spreads = 2, 1, C**-0.5, C**-0.5
+    return tuple(jnp.asarray(rng.normal(0, *a), dtype) for a in zip(spreads, shapes, strict=True))
 
 
 def positions_of(batch, queries, keys):
