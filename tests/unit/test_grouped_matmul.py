@@ -15,6 +15,7 @@ from k3jax.quantization.mxfp4 import MXFP4, pack
 
 FP32 = 1e-5  # max|d| / max|reference in float64|; measured 4.9e-7
 BF16 = 1e-2  # against a reference that rounds at the same places; measured 2.7e-3
+SAME_BITS = 0.9  # of the bfloat16 results; measured 1.0, and 0.43 without the inner roundings
 GRADIENT = 1e-5  # dense against tiles, max|d| / max|gradient|; measured 4.5e-7
 DIRECTIONAL = 1e-5  # against a float64 finite difference; measured 3e-7
 
@@ -80,7 +81,9 @@ class TestExperts:
         w13, w2 = weights(form, jnp.bfloat16)
         got = run(z, ids, weight, w13, w2)
         assert got.dtype == jnp.bfloat16
-        assert relative(got, reference.experts(z, ids, weight, w13, w2, **BETAS)) <= BF16
+        want = reference.experts(z, ids, weight, w13, w2, **BETAS)
+        assert relative(got, want) <= BF16
+        assert (np.asarray(got) == want.astype(jnp.bfloat16)).mean() >= SAME_BITS
 
     def test_without_linear_beta(self, run):
         z, ids, weight = inputs(24)
@@ -200,13 +203,13 @@ class TestExperts:
         """A padded row, id -1, may hold NaN: the gradients of everything else are those without."""
         z, ids, weight = inputs(24)
         w = weights("plain")
-        ids = ids.at[9].set(-1)
+        ids = ids.at[-1].set(-1)  # the last row, where an index past the end would be clamped to
 
         def loss(weight, w13, w2, z):
-            return run(z, ids, weight, w13, w2)[:9].sum()
+            return run(z, ids, weight, w13, w2)[:-1].sum()
 
         gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        found = gradients(weight, *w, z.at[9].set(jnp.nan))
+        found = gradients(weight, *w, z.at[-1].set(jnp.nan))
         if run.__wrapped__.keywords["implementation"] == "dense":
             assert np.isnan(found[1]).any()  # stated in its docstring
             return

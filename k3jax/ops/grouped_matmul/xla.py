@@ -41,8 +41,7 @@ def tile_map(ids_Nk: jax.Array, num_experts: int, rows: int) -> TileMap:
     """
     total = ids_Nk.size
     num_tiles = (total + min(total, num_experts) * (rows - 1)) // rows
-    known = (ids_Nk >= 0) & (ids_Nk < num_experts)
-    expert_A = jnp.where(known, ids_Nk, num_experts).reshape(total)
+    expert_A = ids_Nk.reshape(total)  # ids outside 0..E-1 sort outside the bounds below
     order_A = jnp.argsort(expert_A, stable=True).astype(jnp.int32)
     bounds = jnp.searchsorted(expert_A[order_A], jnp.arange(num_experts + 1, dtype=jnp.int32))
     begin_E, end_E = bounds[:-1].astype(jnp.int32), bounds[1:].astype(jnp.int32)
