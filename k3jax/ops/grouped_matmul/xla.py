@@ -173,7 +173,8 @@ def tiles(
     """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time."""
     if ids_Nk.size == 0:
         return jnp.zeros_like(z_NL)
-    rows = tile_rows(*ids_Nk.shape, w13.shape[0])
+    tokens, k = ids_Nk.shape
+    rows = tile_rows(tokens, k, w13.shape[0])
     constants = _Constants(situ_beta, situ_linear_beta, rows)
     return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2)
 
