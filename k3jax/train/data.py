@@ -1,11 +1,4 @@
-"""The corpus: the Python standard library's own sources, some modules held out by name.
-
-What is held out: for a name X, the file X.py or the package X/, and from the training set also
-every file that follows it by name (a path component that is X or begins with X_ once a leading
-``test_`` and leading underscores or ``_py`` are taken off: test_X.py, test_X/, _X.py, _pyX.py) or
-by content (it shares at least ``SHARED_SHARE`` of its own or of X's runs of ``RUN`` consecutive
-non-blank lines).
-"""
+"""The corpus: the Python standard library's own sources, some modules held out by name."""
 
 from __future__ import annotations
 
@@ -27,6 +20,13 @@ from k3jax.train.settings import DataSettings, TrainSettings
 
 RUN = 6  # lines; shorter runs meet in licence heads and import blocks
 SHARED_SHARE = 0.05
+RULE = (
+    "For each name X that is held out, the file X.py or the package X/ is. The training set also "
+    "leaves out every file that follows X by name (a part of its path is X or begins with X_ once "
+    "a leading test_, _py or _ is taken off: test_X.py, test_X/, _X.py, _pyX.py) or by content "
+    f"(it shares at least {SHARED_SHARE:.0%} of its own or of X's runs of {RUN} consecutive "
+    "non-blank lines)."
+)
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
 
@@ -107,7 +107,7 @@ def _runs(text: str) -> set[int]:
 
 
 def split_library(documents: list[Document], settings: DataSettings) -> Corpus:
-    """Splits into train, dev and heldout by the rule at the head of this file.
+    """Splits into train, dev and heldout by ``RULE``.
 
     Raises:
       ConfigError: a held-out name that the library lacks, or one listed in both lists.
@@ -222,7 +222,7 @@ def prepare(settings: TrainSettings, out_dir: str | Path, root: Path | None = No
 
     record: dict = {
         "python": platform.python_version(),
-        "rule": (__doc__ or "").split("\n\n")[1].replace("\n", " "),
+        "rule": RULE,
         "bos": config.bos_token_id,
         "eos": config.eos_token_id,
         "dropped": corpus.dropped,

@@ -62,7 +62,7 @@ def export(
     Raises:
       CheckpointError: the run has no best weights, or lacks one of its files.
     """
-    from k3jax.checkpoint import safetensors
+    from k3jax.checkpoint import save
     from k3jax.model import Transformer
 
     run_dir, out = Path(run_dir), Path(out_dir)
@@ -74,7 +74,7 @@ def export(
     config = Config.from_hf(assets / "config.json")
     dense = Transformer.abstract(config, jnp.float32, experts="dense")
     params, meta = checkpoint.load(run_dir / "best", nnx.to_pure_dict(nnx.split(dense)[1]))
-    safetensors.save(
+    save(
         out,
         jax.device_get(packed(params, config)),
         config,

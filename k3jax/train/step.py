@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,6 +85,7 @@ class Trainer:
       build: makes the module (`build_transformer`).
       train_N: uint16 training stream.
       quantize: see ``forward_params``.
+      compiler_options: for XLA; tests use a lower effort.
 
     Raises:
       ConfigError: batch_size is no multiple of the number of devices.
@@ -95,6 +97,7 @@ class Trainer:
     train_N: np.ndarray
     mesh: Mesh
     quantize: Callable[[jax.Array], jax.Array] | None = None
+    compiler_options: dict[str, Any] | None = None
 
     def __post_init__(self):
         s, devices = self.settings, self.mesh.size
@@ -125,12 +128,12 @@ class Trainer:
     def initial_state(self) -> dict[str, Any]:
         """Random float32 weights from the recipe's seed, step 0."""
 
-        def make():
-            module = self.build(nnx.Rngs(self.settings.seed), dtype=jnp.float32)
-            params = nnx.to_pure_dict(nnx.split(module)[1])
-            return self.with_optimizer(params, 0)
+        return jax.device_put(self._make_state(), self.replicated)
 
-        return jax.jit(make, out_shardings=self.replicated)()
+    def _make_state(self) -> dict[str, Any]:
+        # Not jitted: one program of all draws takes half a minute to compile.
+        module = self.build(nnx.Rngs(self.settings.seed), dtype=jnp.float32)
+        return self.with_optimizer(nnx.to_pure_dict(nnx.split(module)[1]), 0)
 
     def with_optimizer(self, params, step: int) -> dict[str, Any]:
         """A state around given weights, its optimiser fresh but its schedule at ``step``."""
@@ -149,7 +152,7 @@ class Trainer:
 
     def abstract_state(self) -> dict[str, Any]:
         """Shapes and dtypes of the state, to read a checkpoint into."""
-        return jax.eval_shape(self.initial_state)
+        return jax.eval_shape(self._make_state)
 
     def apply(self, params, tokens_BT, indexer: str, collect: tuple[str, ...]):
         """Forward pass of the master weights: (logits float32, aux)."""
@@ -227,6 +230,7 @@ class Trainer:
                 lambda state, stream_N: self._step(state, stream_N, mode),
                 donate_argnums=(0,),
                 out_shardings=(self.replicated, self.replicated),
+                compiler_options=self.compiler_options,
             )
         return self._programs[mode](state, self.stream_N)
 
@@ -238,7 +242,7 @@ class Trainer:
         tokens = jax.device_put(bits.batched(tokens, s.eval_batch), split)
         counted = jax.device_put(bits.batched(counted, s.eval_batch), split)
 
-        @jax.jit
+        @partial(jax.jit, compiler_options=self.compiler_options)
         def total_nats(params, tokens, counted):
             def one(batch):
                 rows, mask = batch
