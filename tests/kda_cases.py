@@ -79,9 +79,7 @@ def draw(regime, rng, length, heads, k_dim, v_dim):
 def batch(seed, rows, length, heads, k_dim, v_dim, regimes=REGIMES):
     """float32 (q, k, v, g, beta, state); row b is of regime b modulo their number."""
     rng = np.random.default_rng([seed, length, k_dim, v_dim])
-    cases = [
-        draw(regimes[b % len(regimes)], rng, length, heads, k_dim, v_dim) for b in range(rows)
-    ]
+    cases = [draw(regimes[b % len(regimes)], rng, length, heads, k_dim, v_dim) for b in range(rows)]
     return tuple(np.stack(x).astype(np.float32) for x in zip(*cases, strict=True))
 
 
