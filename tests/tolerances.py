@@ -1,6 +1,6 @@
 """Every numeric limit of the tests, in one place, with the measured error beside it."""
 
-# tests/oracle/test_golden.py: max|d| / max|golden|. Rounding alone gives 1.2e-5 in the published code.
+# tests/oracle/test_golden.py: max|d| / max|golden|; rounding alone gives 1.2e-5 there.
 GOLDEN_FP32 = 1e-4  # measured 7.6e-6
 GOLDEN_STATE_FP32 = 2e-4
 GOLDEN_BF16_RMS = 0.45  # rms / std

@@ -275,7 +275,7 @@ def tensors(config: Config, experts: str | None = None) -> dict[str, TensorSpec]
             continue
         kind = "uint8" if experts == "mxfp4" else "model"
         for name, parameter, shape, rows, _ in _expert_rows(experts, sizes):
-            target = (*place, "ffn", "experts", parameter)
+            target = (*place, "ffn", parameter)
             for expert in range(config.moe.num_experts):
                 table[f"{head}block_sparse_moe.experts.{expert}.{name}"] = TensorSpec(
                     shape, STORED[kind], "experts", kind, target, (*lead, expert, rows), layer
@@ -302,7 +302,7 @@ def parameters(config: Config, experts: str | None = None) -> dict[Path, Paramet
             kind = "uint8" if experts == "mxfp4" else "model"
             for _, parameter, shape, _, rows in _expert_rows(experts, sizes):
                 full = (*stack, config.moe.num_experts, rows, shape[1])
-                path = (*place, "ffn", "experts", parameter)
+                path = (*place, "ffn", parameter)
                 result[path] = ParameterSpec(full, kind, "experts")
     return result
 

@@ -27,7 +27,7 @@ def test_preset_without_weights():
     for word in (
         "1,560,860,324,864",
         "69 KDA, 24 global",
-        "period.3.ffn.experts.w13_codes",
+        "period.3.ffn.w13_codes",
         "22 x",
     ):
         assert word in text

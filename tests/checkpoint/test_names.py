@@ -21,7 +21,7 @@ def test_k3_has_the_published_names_and_bytes():
     assert sum(spec.nbytes for spec in table.values()) == 1_560_860_324_864
     expert = table["language_model.model.layers.5.block_sparse_moe.experts.895.w3.weight_packed"]
     assert (expert.shape, str(expert.dtype)) == ((3072, 1792), "uint8")
-    assert expert.target == ("period", 1, "ffn", "experts", "w13_codes")
+    assert expert.target == ("period", 1, "ffn", "w13_codes")
     assert expert.index == (0, 895, slice(3072, 6144))
 
 
