@@ -1,6 +1,7 @@
 """Kimi Delta Attention (KDA): a delta-rule linear attention with one decay per key channel."""
 
 import logging
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ __all__ = ["IMPLEMENTATIONS", "chunk_maps", "compose", "decay", "kda", "l2norm"]
 
 # name -> f(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV) -> (o_BTHV f32, state_BHKV f32),
 # with inputs already checked and masked.
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "recurrent": xla.recurrent,
     "chunked": xla.chunked,
     "associative": xla.associative,

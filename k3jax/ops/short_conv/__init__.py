@@ -47,31 +47,34 @@ def short_conv(
     tail_shape = (batch, width - 1, channels)
     if tail_BWP is None:
         tail_BWP = jnp.zeros(tail_shape, x_BTP.dtype)
-    if tail_BWP.shape != tail_shape or tail_BWP.dtype != x_BTP.dtype:
+    elif tail_BWP.shape != tail_shape or tail_BWP.dtype != x_BTP.dtype:
         expected = f"{x_BTP.dtype}{list(tail_shape)}"
         raise InputError(f"short_conv: tail is {_describe(tail_BWP)}, expected {expected}")
+    if lengths_B is None:
+        history_BSP = jnp.concatenate([tail_BWP, x_BTP], axis=1)
+        return _filtered(history_BSP, w_PW), history_BSP[:, length:]
 
-    real_BT1 = None
-    if lengths_B is not None:
-        if lengths_B.shape != (batch,) or lengths_B.dtype != jnp.int32:
-            expected = f"int32[{batch}]"
-            raise InputError(f"short_conv: lengths is {_describe(lengths_B)}, expected {expected}")
-        lengths_B = jnp.clip(lengths_B, 0, length)
-        real_BT1 = (jnp.arange(length, dtype=jnp.int32) < lengths_B[:, None])[..., None]
-        # A NaN left in a padding row would be harmless here and fatal to the gradient of w.
-        x_BTP = jnp.where(real_BT1, x_BTP, jnp.zeros_like(x_BTP))
-
+    if lengths_B.shape != (batch,) or lengths_B.dtype != jnp.int32:
+        raise InputError(f"short_conv: lengths is {_describe(lengths_B)}, expected int32[{batch}]")
+    lengths_B = jnp.clip(lengths_B, 0, length)
+    real_BT1 = (jnp.arange(length, dtype=jnp.int32) < lengths_B[:, None])[..., None]
+    # A NaN left in a padding row would be harmless to the outputs and fatal to the gradient of w.
+    x_BTP = jnp.where(real_BT1, x_BTP, jnp.zeros_like(x_BTP))
     history_BSP = jnp.concatenate([tail_BWP, x_BTP], axis=1)
+    y_BTP = _filtered(history_BSP, w_PW)
+    rows_BW = lengths_B[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
+    new_tail_BWP = jnp.take_along_axis(history_BSP, rows_BW[..., None], axis=1)
+    return jnp.where(real_BT1, y_BTP, jnp.zeros_like(y_BTP)), new_tail_BWP
+
+
+def _filtered(history_BSP, w_PW):
+    width = w_PW.shape[1]
+    length = history_BSP.shape[1] - (width - 1)
     y_BTP = sum(
         history_BSP[:, tap : tap + length].astype(jnp.float32) * w_PW[:, tap]
         for tap in range(width)
     )
-    y_BTP = jax.nn.silu(y_BTP).astype(x_BTP.dtype)
-    if lengths_B is None:
-        return y_BTP, history_BSP[:, length:]
-    y_BTP = jnp.where(real_BT1, y_BTP, jnp.zeros_like(y_BTP))
-    rows_BW = lengths_B[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
-    return y_BTP, jnp.take_along_axis(history_BSP, rows_BW[..., None], axis=1)
+    return jax.nn.silu(y_BTP).astype(history_BSP.dtype)
 
 
 def _describe(x):
