@@ -77,7 +77,7 @@ def read(source: str | Path | dict[str, Any]) -> c.Config:
     }
     linear = text.section("linear_attn_config")
     linear.fixed({"use_full_rank_gate": True})
-    linear.get("full_attn_layers", None), linear.get("kda_layers", None)  # read by _layers
+    linear.seen |= {"full_attn_layers", "kda_layers"}  # read by _layers
     values["kda"] = c.KDAConfig(
         num_heads=linear.integer("num_heads"),
         head_dim=linear.integer("head_dim"),

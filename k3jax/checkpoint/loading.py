@@ -163,7 +163,7 @@ def _load_one(
     filler: Filler,
     faults: Faults,
     pool: ThreadPoolExecutor,
-    advance: Callable[[int, str], None],
+    advance: Callable[[int, str], object],
 ) -> jax.Array | None:
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     sharding, regions = _regions(path, leaf, shardings)

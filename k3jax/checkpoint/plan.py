@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +57,19 @@ class Plan:
             self.problems.append(f"... and {len(found) - SHOWN} more like the last one")
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Collecting among half a million objects that all stay costs a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def examine(
     directory: str | Path, config: Config, *, layers: int | None = None, strict_ignore: bool = False
 ) -> Plan:
@@ -103,7 +119,7 @@ def _wanted(name: str, config: Config) -> bool:
     return not names.is_vision(name) if layer is None else layer < config.num_layers
 
 
-def _read_index(plan: Plan) -> tuple[dict[str, str], int | None]:
+def _read_index(plan: Plan) -> tuple[dict[str, str], float | None]:
     path = plan.directory / INDEX
     if not path.is_file():
         single = plan.directory / SINGLE

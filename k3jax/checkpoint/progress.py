@@ -15,7 +15,7 @@ Progress = Callable[[int, int, str], None]
 @contextlib.contextmanager
 def track(
     progress: bool | Progress | None, total: int, verb: str = "Loading"
-) -> Iterator[Callable[[int, str], None]]:
+) -> Iterator[Callable[[int, str], object]]:
     """Gives ``advance(bytes, parameter)``, safe under threads.
 
     Args:

@@ -1,7 +1,7 @@
 """The routed experts: one contract, run through every implementation."""
 
 import logging
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,23 @@ from k3jax.ops.grouped_matmul import IMPLEMENTATIONS, experts, reference
 from k3jax.ops.grouped_matmul.xla import tile_map, tile_rows
 from k3jax.quantization.mxfp4 import MXFP4, pack
 
-FP32 = 1e-5  # max|d| / max|reference in float64|; measured 4.8e-7
-BF16 = 1e-2  # against a reference that rounds at the same places; measured 5e-3
-GRADIENT = 1e-5  # dense against tiles, max|d| / max|gradient|; measured 1e-6
-DIRECTIONAL = 1e-4  # a float64 finite difference; measured 2e-6
+FP32 = 1e-5  # max|d| / max|reference in float64|; measured 4.9e-7
+BF16 = 1e-2  # against a reference that rounds at the same places; measured 2.7e-3
+SAME_BITS = 0.9  # of the bfloat16 results; measured 1.0, and 0.43 without the inner roundings
+GRADIENT = 1e-5  # dense against tiles, max|d| / max|gradient|; measured 4.5e-7
+DIRECTIONAL = 1e-5  # against a float64 finite difference; measured 3e-7
 
 E, K, L, F = 8, 2, 64, 32
 BETAS = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
 
 
+@cache
 def weights(form="packed", dtype=jnp.float32, seed=0):
     """w13 [E, 2F, L] and w2 [E, L, F] whose gates reach the bend of tanh."""
     rng = np.random.default_rng(seed)
     w13 = jnp.asarray(rng.standard_normal((E, 2 * F, L)) / 4, dtype)
     w2 = jnp.asarray(rng.standard_normal((E, L, F)) / 4, dtype)
-    return (pack(w13), pack(w2)) if form == "packed" else (w13, w2)
+    return (jax.jit(pack)(w13), jax.jit(pack)(w2)) if form == "packed" else (w13, w2)
 
 
 def choose(kind, n, rng):
@@ -45,10 +47,14 @@ def inputs(n, kind="uniform", dtype=jnp.float32, seed=1):
     return z, jnp.asarray(choose(kind, n, rng)), jnp.asarray(rng.random((n, K)), jnp.float32)
 
 
+@cache
+def compiled(implementation):
+    return jax.jit(partial(experts, implementation=implementation, **BETAS))
+
+
 @pytest.fixture(params=IMPLEMENTATIONS)
 def run(request):
-    f = partial(experts, implementation=request.param, **BETAS)
-    return jax.jit(f)
+    return compiled(request.param)
 
 
 def relative(got, want):
@@ -75,14 +81,17 @@ class TestExperts:
         w13, w2 = weights(form, jnp.bfloat16)
         got = run(z, ids, weight, w13, w2)
         assert got.dtype == jnp.bfloat16
-        assert relative(got, reference.experts(z, ids, weight, w13, w2, **BETAS)) <= BF16
+        want = reference.experts(z, ids, weight, w13, w2, **BETAS)
+        assert relative(got, want) <= BF16
+        assert (np.asarray(got) == want.astype(jnp.bfloat16)).mean() >= SAME_BITS
 
     def test_without_linear_beta(self, run):
         z, ids, weight = inputs(24)
         w13, w2 = weights("plain")
         implementation = run.__wrapped__.keywords["implementation"]
         betas = {"situ_beta": 4.0, "situ_linear_beta": None}
-        got = experts(z, ids, weight, w13, w2, implementation=implementation, **betas)
+        unbounded = jax.jit(partial(experts, implementation=implementation, **betas))
+        got = unbounded(z, ids, weight, w13, w2)
         want = reference.experts(np.asarray(z, np.float64), ids, weight, w13, w2, **betas)
         assert relative(got, want) <= FP32
         assert relative(got, run(z, ids, weight, w13, w2)) > 1e-3
@@ -184,32 +193,32 @@ class TestExperts:
             loss = lambda z, weight, *w: (f(z, ids, weight, *w) * c).sum()  # noqa: E731
             return jax.jit(jax.grad(loss, argnums=argnums))(z, weight, w13, w2)
 
-        dense = gradients(partial(experts, implementation="dense", **BETAS))
-        for got, want in zip(gradients(run), dense, strict=True):
+        found = gradients(run)
+        for got, want in zip(found, gradients(compiled("dense")), strict=True):
             assert got.dtype == want.dtype
             assert relative(got, want) <= GRADIENT
-        assert gradients(run)[1][3, 1] == 0
+        assert found[1][3, 1] == 0
 
     def test_bad_rows_do_not_reach_weight_gradients(self, run):
         """A padded row, id -1, may hold NaN: the gradients of everything else are those without."""
         z, ids, weight = inputs(24)
         w = weights("plain")
-        ids = ids.at[9].set(-1)
+        ids = ids.at[-1].set(-1)  # the last row, where an index past the end would be clamped to
 
-        def gradients(z):
-            loss = lambda weight, *w: run(z, ids, weight, *w)[:9].sum()  # noqa: E731
-            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(weight, *w)
+        def loss(weight, w13, w2, z):
+            return run(z, ids, weight, w13, w2)[:-1].sum()
 
-        implementation = run.__wrapped__.keywords["implementation"]
-        if implementation == "dense":
-            assert np.isnan(gradients(z.at[9].set(jnp.nan))[1]).any()  # stated in its docstring
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        found = gradients(weight, *w, z.at[-1].set(jnp.nan))
+        if run.__wrapped__.keywords["implementation"] == "dense":
+            assert np.isnan(found[1]).any()  # stated in its docstring
             return
-        for got, want in zip(gradients(z.at[9].set(jnp.nan)), gradients(z), strict=True):
+        for got, want in zip(found, gradients(weight, *w, z), strict=True):
             np.testing.assert_array_equal(got, want)
 
     def test_inside_a_scan_over_layers_with_remat(self, run):
         z, ids, weight = inputs(24)
-        layers = [weights("plain", seed=s) for s in (0, 1, 2)]
+        layers = [weights("plain", seed=s) for s in (0, 1)]
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
 
         def layer(z, w):
@@ -221,21 +230,21 @@ class TestExperts:
 
         def unrolled(w):
             y = z
-            for i in range(3):
+            for i in range(2):
                 y, _ = layer(y, jax.tree.map(lambda a: a[i], w))  # noqa: B023
             return y.sum()
 
-        for got, want in zip(scanned, jax.grad(unrolled)(stacked), strict=True):
+        for got, want in zip(scanned, jax.jit(jax.grad(unrolled))(stacked), strict=True):
             assert relative(got, want) <= GRADIENT
 
 
 class TestTiles:
-    @pytest.mark.parametrize("rows", [1, 4, 8])
+    @pytest.mark.parametrize("rows", [1, 8])
     @pytest.mark.parametrize("kind", ["uniform", "one", "uneven", "worst"])
     def test_map(self, kind, rows):
         """Each assignment in exactly one row of a tile of its expert, experts ascending."""
         rng = np.random.default_rng(4)
-        for n in (1, 5, 24):
+        for n in (1, 24):
             if kind == "worst":  # as many experts with one row over as there can be
                 ids = (np.arange(n * K) % E).reshape(n, K).astype(np.int32)
             else:
@@ -257,8 +266,7 @@ class TestTiles:
 
     def test_bound_is_reached(self):
         ids = jnp.arange(E * K, dtype=jnp.int32).reshape(-1, K) % E
-        ids = jnp.concatenate([ids, jnp.array([[0, 1]], jnp.int32)])  # 18 over 8, tiles of 4
-        tiles = tile_map(ids[:4], E, 4)
+        tiles = jax.jit(tile_map, static_argnums=(1, 2))(ids[:4], E, 4)
         assert int(tiles.used) == len(tiles.expert_T) == 8
 
     def test_rows(self):
@@ -282,9 +290,9 @@ class TestTiles:
             return compiled.memory_analysis().temp_size_in_bytes
 
         forward = partial(experts, implementation="tiles", **BETAS)
-        # Measured 1.1 experts forward, 2.4 with gradients, 65 for all experts at once.
-        assert temporaries(forward) < 2 * one
-        assert temporaries(jax.grad(lambda *a: forward(*a).sum())) < 4 * one
+        # Measured 1.03 experts forward, 1.05 with gradients, 67 for all experts at once.
+        assert temporaries(forward) < 1.5 * one
+        assert temporaries(jax.grad(lambda *a: forward(*a).sum())) < 1.5 * one
         dense = partial(experts, implementation="dense", **BETAS)
         assert temporaries(dense) > experts_ * one / 2  # the measure can tell
 
@@ -292,11 +300,9 @@ class TestTiles:
 def test_auto_is_logged(caplog):
     z, ids, weight = inputs(1)
     with caplog.at_level(logging.DEBUG, "k3jax"):
-        auto = experts(z, ids, weight, *weights(), **BETAS)
+        auto = jax.jit(partial(experts, **BETAS))(z, ids, weight, *weights())
     assert "-> tiles" in caplog.text
-    np.testing.assert_array_equal(
-        auto, experts(z, ids, weight, *weights(), implementation="tiles", **BETAS)
-    )
+    np.testing.assert_array_equal(auto, compiled("tiles")(z, ids, weight, *weights()))
 
 
 @pytest.mark.parametrize(

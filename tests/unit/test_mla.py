@@ -153,7 +153,7 @@ class TestContract:
     def test_bfloat16_gradient(self):
         args, positions = case(3, 12, 20, dtype=jnp.bfloat16), last_positions(3, 12, 20)
         weight = jnp.asarray(np.random.default_rng(2).normal(size=(3, 12, H, V)), jnp.float32)
-        exact = self.gradient([a.astype(jnp.float32) for a in args], positions, weight)
+        exact = self.gradient(tuple(jnp.asarray(np.float32(a)) for a in args), positions, weight)
         for a, b in zip(self.gradient(args, positions, weight), exact, strict=True):
             assert a.dtype == jnp.bfloat16
             a, b = np.float64(a).ravel(), np.float64(b).ravel()
@@ -218,10 +218,9 @@ def test_long_contexts_are_never_scored_whole(implementation):
     positions = jax.ShapeDtypeStruct((1, queries), jnp.int32)
     compiled = run.lower(*shapes, positions, scale=0.07, implementation=implementation).compile()
     made = keys * 96 * (192 + 192 + 128) * 2 if implementation == "expanded" else 0
-    query_sized = queries * 96 * 576 * 4
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary < 3 * blocks.BUDGET_BYTES + 3 * query_sized + 2 * made
-    assert temporary < queries * keys * 96 * 4 / 4
+    # Twice what is made: XLA:CPU multiplies bf16 in float32.
+    assert temporary < 3 * blocks.BUDGET_BYTES + 2 * made < queries * keys * 96 * 4 / 4
 
 
 @pytest.mark.parametrize(

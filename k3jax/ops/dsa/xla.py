@@ -76,19 +76,18 @@ def gathered(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale, query_b
     """Absorbed attention of every query over its own rows, gathered by query blocks."""
     keys = cache_BSC.shape[1]
 
-    def one_block(q_BTHC, indices_BTk):
+    def one_block(q_BTHQ, indices_BTk):
         present_BTk = (indices_BTk >= 0) & (indices_BTk < keys)
         at_BTk = jnp.where(present_BTk, indices_BTk, 0)
         take = jax.vmap(lambda rows_SC, at: rows_SC.at[at].get(mode="promise_in_bounds"))
         # Row 0 stands in for an absent one and may hold NaN: zero it, a weight of 0 is not enough.
         rows_BTkC = jnp.where(present_BTk[..., None], take(cache_BSC, at_BTk), 0)
         live_BT = present_BTk.any(-1)
-        q_BTHC = jnp.where(live_BT[..., None, None], q_BTHC, 0)
+        q_BTHC = dense.absorb_query(jnp.where(live_BT[..., None, None], q_BTHQ, 0), w_k_HNC)
         mask_BTHk = present_BTk[:, :, None]
-        return blocks.normalise(
+        row_BTHC = blocks.normalise(
             blocks.partial_attention(q_BTHC, rows_BTkC, rows_BTkC, mask_BTHk, scale)
         )
+        return dense.value_from_latent(row_BTHC.astype(q_BTHQ.dtype), w_v_HVC)
 
-    q_BTHC = dense.absorb_query(q_BTHQ, w_k_HNC)
-    row_BTHC = blocks.over_queries(one_block, query_block, (q_BTHC, indices_BTk), (0, -1))
-    return dense.value_from_latent(row_BTHC.astype(q_BTHQ.dtype), w_v_HVC)
+    return blocks.over_queries(one_block, query_block, (q_BTHQ, indices_BTk), (0, -1))

@@ -41,8 +41,7 @@ def tile_map(ids_Nk: jax.Array, num_experts: int, rows: int) -> TileMap:
     """
     total = ids_Nk.size
     num_tiles = (total + min(total, num_experts) * (rows - 1)) // rows
-    known = (ids_Nk >= 0) & (ids_Nk < num_experts)
-    expert_A = jnp.where(known, ids_Nk, num_experts).reshape(total)
+    expert_A = ids_Nk.reshape(total)  # ids outside 0..E-1 sort outside the bounds below
     order_A = jnp.argsort(expert_A, stable=True).astype(jnp.int32)
     bounds = jnp.searchsorted(expert_A[order_A], jnp.arange(num_experts + 1, dtype=jnp.int32))
     begin_E, end_E = bounds[:-1].astype(jnp.int32), bounds[1:].astype(jnp.int32)
@@ -174,7 +173,8 @@ def tiles(
     """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time."""
     if ids_Nk.size == 0:
         return jnp.zeros_like(z_NL)
-    rows = tile_rows(*ids_Nk.shape, w13.shape[0])
+    tokens, k = ids_Nk.shape
+    rows = tile_rows(tokens, k, w13.shape[0])
     constants = _Constants(situ_beta, situ_linear_beta, rows)
     return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2)
 

@@ -115,22 +115,21 @@ def _decayed_products(q_CK, k_CK, g_CK):
     That is twice the arithmetic of exact block shapes and a tenth of their compile time.
     """
     size = k_CK.shape[-2]
-    kq_2CK = jnp.stack([k_CK, q_CK], axis=-3)
 
-    def merge(total_2CC, masks):
+    def merge(totals, masks):
+        keys_CC, scores_CC = totals
         sums_CC, pairs_CC = masks
         to_border_CK = _exp(_matmul(sums_CC, g_CK))
-        kq_2CK_border = kq_2CK * to_border_CK[..., None, :, :]
-        rows = kq_2CK_border.reshape(*k_CK.shape[:-2], 2 * size, k_CK.shape[-1])
-        products = _matmul(rows, _transposed(rows[..., :size, :])).reshape(total_2CC.shape)
-        return jnp.where(pairs_CC, products, total_2CC), None
+        k_border_CK = k_CK * to_border_CK
+        left_KC = _transposed(k_border_CK)
+        keys_CC = jnp.where(pairs_CC, _matmul(k_border_CK, left_KC), keys_CC)
+        scores_CC = jnp.where(pairs_CC, _matmul(q_CK * to_border_CK, left_KC), scores_CC)
+        return (keys_CC, scores_CC), None
 
-    eye_CC = jnp.eye(size, dtype=jnp.float32)
-    own_CC = eye_CC * jnp.sum(q_CK * k_CK, axis=-1)[..., None]
-    total_2CC, _ = lax.scan(
-        merge, jnp.stack([jnp.zeros_like(own_CC), own_CC], axis=-3), _level_masks(size)
-    )
-    return total_2CC[..., 0, :, :], total_2CC[..., 1, :, :]
+    zeros_CC = jnp.zeros((*k_CK.shape[:-1], size), jnp.float32)
+    (keys_CC, scores_CC), _ = lax.scan(merge, (zeros_CC, zeros_CC), _level_masks(size))
+    own_C = jnp.sum(q_CK * k_CK, axis=-1)
+    return keys_CC, jnp.where(np.eye(size, dtype=bool), own_C[..., None], scores_CC)
 
 
 @jax.custom_jvp
@@ -154,18 +153,16 @@ def _unit_inverse_jvp(primals, tangents):
 
 def _solve(q_CK, k_CK, v_CV, g_CK, beta_C) -> _Chunk:
     """Solves chunks: float32, any leading axes, C a power of two."""
-    size, v_dim = v_CV.shape[-2:]
     keys_CC, scores_CC = _decayed_products(q_CK, k_CK, g_CK)
     inverse_CC = _unit_inverse(beta_C[..., None] * keys_CC) * beta_C[..., None, :]
-    upto_CC = np.tri(size, dtype=np.float32)
+    upto_CC = np.tri(k_CK.shape[-2], dtype=np.float32)
     from_entry_CK = _exp(_matmul(upto_CC, g_CK))
     to_end_CK = _exp(_matmul(1 - upto_CC, g_CK))
-    solved = _matmul(inverse_CC, jnp.concatenate([v_CV, k_CK * from_entry_CK], axis=-1))
     return _Chunk(
         q_CK=q_CK * from_entry_CK,
         scores_CC=scores_CC,
-        u_CV=solved[..., :v_dim],
-        w_CK=solved[..., v_dim:],
+        u_CV=_matmul(inverse_CC, v_CV),
+        w_CK=_matmul(inverse_CC, k_CK * from_entry_CK),
         k_CK=k_CK * to_end_CK,
         decay_K=from_entry_CK[..., -1, :],
     )

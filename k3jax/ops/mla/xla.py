@@ -26,17 +26,18 @@ def expanded(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, 
     def load(start, size):
         return tuple(jax.lax.dynamic_slice_in_dim(a, start, size, 2) for a in (k_BHSQ, v_BHSV))
 
-    o_BTHV = _attend(
+    return _attend(
         q_BTHQ,
         where,
         load,
+        enter=lambda q_BTHQ: q_BTHQ,
+        leave=lambda o_BTHV: o_BTHV,
         keys=k_BHSQ.shape[2],
         width=v_BHSV.shape[-1],
         per_head=True,
         scale=scale,
         sizes=(query_block, key_block),
     )
-    return o_BTHV.astype(q_BTHQ.dtype)
 
 
 def absorbed(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, key_block):
@@ -49,17 +50,18 @@ def absorbed(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, 
         rows_BSC = jnp.where(used[..., None], rows_BSC, 0)
         return rows_BSC, rows_BSC
 
-    latent_BTHC = _attend(
-        absorb_query(q_BTHQ, w_k_HNC),
+    return _attend(
+        q_BTHQ,
         where,
         load,
+        enter=lambda q_BTHQ: absorb_query(q_BTHQ, w_k_HNC),
+        leave=lambda row_BTHC: value_from_latent(row_BTHC, w_v_HVC),
         keys=cache_BSC.shape[1],
         width=cache_BSC.shape[2],
         per_head=False,
         scale=scale,
         sizes=(query_block, key_block),
     )
-    return value_from_latent(latent_BTHC.astype(q_BTHQ.dtype), w_v_HVC)
 
 
 def absorb_query(q_BTHQ, w_k_HNC):
@@ -95,16 +97,20 @@ def _used(where, keys: int):
     return member_mask(value.reshape(value.shape[0], 1, -1), keys)[:, 0]
 
 
-def _attend(q_BTHD, where, load, *, keys, width, per_head, scale, sizes):
-    """Softmax attention by query blocks and, for long ``keys``, by key blocks. Float32 out."""
+def _attend(q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, sizes):
+    """Softmax attention by query blocks and, for long ``keys``, by key blocks.
+
+    ``enter`` takes a block of queries to the width of the keys that ``load`` gives, ``leave`` the
+    weighted values (of ``width``) to the output, so that neither exists for all queries at once.
+    """
     kind, value = where
     query_block, key_block = sizes
-    batch, _, heads, _ = q_BTHD.shape
+    batch, _, heads, _ = q_BTHQ.shape
 
-    def one_block(q_BTHD, value):
-        length = q_BTHD.shape[1]
+    def one_block(q_BTHQ, value):
+        length = q_BTHQ.shape[1]
         live_BT = value >= 0 if kind == "positions" else (value >= 0).any(-1)
-        q_BTHD = jnp.where(live_BT[..., None, None], q_BTHD, 0)
+        q_BTHD = enter(jnp.where(live_BT[..., None, None], q_BTHQ, 0))
         if per_head:
             rows, q_XMD = (batch, heads, length), q_BTHD.swapaxes(1, 2)
         else:
@@ -138,9 +144,9 @@ def _attend(q_BTHD, where, load, *, keys, width, per_head, scale, sizes):
                 key_block,
                 value.max(),
             )
-        o_XMV = blocks.normalise(total)
+        o_XMV = blocks.normalise(total).astype(q_BTHQ.dtype)
         if per_head:
-            return o_XMV.swapaxes(1, 2)
-        return o_XMV.reshape(batch, length, heads, width)
+            return leave(o_XMV.swapaxes(1, 2))
+        return leave(o_XMV.reshape(batch, length, heads, width))
 
-    return blocks.over_queries(one_block, query_block, (q_BTHD, value), (0, -1))
+    return blocks.over_queries(one_block, query_block, (q_BTHQ, value), (0, -1))

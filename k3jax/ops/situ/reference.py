@@ -10,5 +10,5 @@ def situ(gate: np.ndarray, up: np.ndarray, beta: float, linear_beta: float | Non
     g, u = np.asarray(gate, np.float64), np.asarray(up, np.float64)
     if linear_beta is not None:
         u = linear_beta * np.tanh(u / linear_beta)
-    # sigmoid(g) = (1 + tanh(g / 2)) / 2 does not overflow
-    return beta * np.tanh(g / beta) * (0.5 + 0.5 * np.tanh(g / 2)) * u
+    sigmoid = np.exp(-np.logaddexp(0.0, -g))  # neither overflows nor cancels
+    return beta * np.tanh(g / beta) * sigmoid * u
