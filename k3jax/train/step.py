@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -238,22 +238,26 @@ class Trainer:
         """``f(params) -> bits per byte`` of a held-out stream, by the model as it is used."""
         s = self.settings
         tokens, counted = bits.windows(stream_N, bos, s.eval_context, s.eval_stride)
-        split = NamedSharding(self.mesh, PartitionSpec(None, "data"))
-        tokens = jax.device_put(bits.batched(tokens, s.eval_batch), split)
-        counted = jax.device_put(bits.batched(counted, s.eval_batch), split)
-
-        @partial(jax.jit, compiler_options=self.compiler_options)
-        def total_nats(params, tokens, counted):
-            def one(batch):
-                rows, mask = batch
-                logits, _ = self.apply(params, rows[:, :-1], "frozen", ())
-                nats = bits.token_nats(logits, rows[:, 1:])
-                return jnp.sum(jnp.where(mask, nats, 0.0))
-
-            return jax.lax.map(one, (tokens, counted))
+        batches = [
+            jax.device_put(pair, self.split)
+            for pair in zip(
+                bits.batched(tokens, s.eval_batch), bits.batched(counted, s.eval_batch), strict=True
+            )
+        ]
 
         def evaluate(params) -> float:
-            batches = np.asarray(total_nats(params, tokens, counted), np.float64)
-            return float(batches.sum() / np.log(2) / num_bytes)
+            sums = [self._total_nats(params, rows, mask) for rows, mask in batches]
+            total = np.asarray(jax.device_get(sums), np.float64).sum()
+            return float(total / np.log(2) / num_bytes)
 
         return evaluate
+
+    @cached_property
+    def _total_nats(self):
+        """One batch at a time, so that sets of any size share one program."""
+
+        def total(params, rows, mask):
+            logits, _ = self.apply(params, rows[:, :-1], "frozen", ())
+            return jnp.sum(jnp.where(mask, bits.token_nats(logits, rows[:, 1:]), 0.0))
+
+        return jax.jit(total, compiler_options=self.compiler_options)
