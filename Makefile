@@ -8,7 +8,7 @@ PROMPT ?= def fibonacci(n):
 .PHONY: demo test check bench clean
 
 demo: .venv/.run
-	$(BIN)/k3jax generate --model nano --max-new-tokens 96 "$(PROMPT)"
+	$(BIN)/k3jax generate --model nano --echo --max-new-tokens 96 "$(PROMPT)"
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile

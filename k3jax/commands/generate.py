@@ -8,6 +8,7 @@ from typing import Literal
 
 import tyro
 
+from k3jax.commands import keep_compiled_programs
 from k3jax.errors import InputError
 
 
@@ -31,6 +32,8 @@ class Generate:
     """Equal seeds give equal text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights and the arithmetic; experts stay MXFP4."""
+    echo: bool = False
+    """Write the prompt before its continuation."""
     stream: bool = True
     """Write text as it comes rather than all at the end."""
 
@@ -46,6 +49,7 @@ class Generate:
 
         import k3jax
 
+        keep_compiled_programs()
         model, tokenizer = k3jax.load(self.model, dtype=jnp.dtype(self.dtype))
         if tokenizer is None:
             raise InputError(f"{self.model} has no tokenizer (tiktoken.model)")
@@ -54,6 +58,8 @@ class Generate:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+        if self.echo:
+            write(prompt)
         result = generate(
             model,
             tokenizer,

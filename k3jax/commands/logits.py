@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from k3jax.commands import keep_compiled_programs
 from k3jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Logits:
 
         import k3jax
 
+        keep_compiled_programs()
         model, _ = k3jax.load(self.directory, dtype=jnp.dtype(self.dtype), tokenizer=False)
         if self.incremental is not None:
             arrays = {"logits": incremental_logits(model, tokens_BT, self.incremental)}
