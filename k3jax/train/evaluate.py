@@ -16,7 +16,7 @@ import numpy as np
 
 from k3jax.errors import CheckpointError, InputError
 from k3jax.train import bits, data
-from k3jax.train.export import RECORD
+from k3jax.train.export import RECORD, model_card
 
 PROMPTS = (
     "def fibonacci(n):\n",
@@ -85,6 +85,7 @@ def evaluate(
     root: Path | None = None,
     samples: int = 96,
     dtype: str = "bfloat16",
+    update: bool = False,
 ) -> dict[str, Any]:
     """Prints the table and the continuations; returns the figures.
 
@@ -93,6 +94,10 @@ def evaluate(
       context, stride: in tokens; the recipe's if None.
       root: library to read; the running interpreter's if None.
       samples: tokens of each continuation; 0 for none.
+      update: write the figure into ``training.json`` and the model card.
+
+    Raises:
+      InputError: ``update`` on files other than the recorded ones.
     """
     import jax.numpy as jnp
     from rich.console import Console
@@ -104,17 +109,18 @@ def evaluate(
 
     directory = config_module.resolve(directory)
     record = read_record(directory)
-    context = record["settings"]["eval_context"] if context is None else context
-    stride = record["settings"]["eval_stride"] if stride is None else stride
+    settings = record["settings"]
+    window = {
+        "context": int(settings["eval_context"] if context is None else context),
+        "stride": int(settings["eval_stride"] if stride is None else stride),
+    }
     documents, same = heldout_documents(record, root=root)
     model, tokenizer = load(directory, dtype=jnp.dtype(dtype))
     assert tokenizer is not None
     console = Console()
     per_document = []
     for document in track(documents, "Held-out files", console=console, transient=True):
-        per_document.append(
-            bits_per_byte(model, tokenizer, [document], context=context, stride=stride)
-        )
+        per_document.append(bits_per_byte(model, tokenizer, [document], **window))
     sizes = np.array([len(d.data) for d in documents])
     figures = {
         "k3jax": float(np.average(per_document, weights=sizes)),
@@ -134,6 +140,13 @@ def evaluate(
             "model card's figure was measured.",
             style="yellow",
         )
+    if update:
+        if not same:
+            raise InputError("update: the library's held-out files are not the recorded ones")
+        settings |= {"eval_context": window["context"], "eval_stride": window["stride"]}
+        record["heldout_bits_per_byte"] = figures["k3jax"]
+        (directory / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (directory / "README.md").write_text(model_card(record), encoding="utf-8")
     if samples:
         from k3jax.generate.loop import generate
 

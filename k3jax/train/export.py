@@ -30,10 +30,10 @@ def packed(params: dict, config: Config, dtype=jnp.bfloat16) -> dict:
 
     abstract = nnx.to_pure_dict(nnx.split(Transformer.abstract(config, dtype))[1])
 
-    def walk(have, want):
+    def walk(have, want) -> Any:
         if not isinstance(want, dict):
             return jnp.asarray(have).astype(want.dtype)
-        result = {}
+        result: dict[Any, Any] = {}
         for name in want:
             if str(name).endswith("_codes"):
                 expert = name.removesuffix("_codes")

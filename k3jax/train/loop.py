@@ -186,7 +186,7 @@ def train(
             reserve["step"] = took / len(rows) * settings.log_interval
             means = {n: float(np.mean([row[n] for row in rows])) for n in rows[0]}
             speed = tokens_per_step * len(rows) / took
-            rate = float(trainer.rate(step - 1))
+            rate = float(np.asarray(trainer.rate(step - 1)))
             log({"step": step, **means, "tokens_per_second": speed, "learning_rate": rate})
             shown = "  ".join(f"{n} {v:.4f}" for n, v in means.items())
             _say(f"step {step:6d}  {shown}  lr {rate:.2e}  {speed:,.0f} tokens/s")

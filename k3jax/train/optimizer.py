@@ -9,6 +9,7 @@ the size of AdamW's and lets both share a rate and a decay ("Muon is scalable fo
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -150,9 +151,12 @@ def make_optimizer(
     """
     rate = schedule(settings, steps)
     adam_rate = schedule(settings, steps, settings.adam_learning_rate)
-    adam = {"b1": settings.b1, "b2": settings.b2, "eps": 1e-10}
+
+    def adam():
+        return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=1e-10)
+
     adamw = optax.chain(
-        optax.scale_by_adam(**adam),
+        adam(),
         optax.add_decayed_weights(settings.weight_decay),
         optax.scale_by_learning_rate(adam_rate),
     )
@@ -161,9 +165,9 @@ def make_optimizer(
         optax.add_decayed_weights(settings.weight_decay),
         optax.scale_by_learning_rate(rate),
     )
-    transforms = {
+    transforms: dict[Hashable, optax.GradientTransformation] = {
         "frozen": optax.set_to_zero(),
-        "vector": optax.chain(optax.scale_by_adam(**adam), optax.scale_by_learning_rate(adam_rate)),
+        "vector": optax.chain(adam(), optax.scale_by_learning_rate(adam_rate)),
         "embedding": adamw,
         "matrix": muon if settings.name == "muon" else adamw,
     }

@@ -125,7 +125,7 @@ def _build(cls, values: object, where: str):
                 raise ConfigError(f"{where}{name}: {value!r} is not of type {kind}")
         elif value is not None or "None" not in kind:
             try:
-                value = float(value)  # yaml reads 3e-4 as a string
+                value = float(str(value))  # yaml reads 3e-4 as a string
             except (TypeError, ValueError):
                 raise ConfigError(f"{where}{name}: {value!r} is not a number") from None
         result[name] = value

@@ -201,7 +201,7 @@ class Trainer:
         grad = jax.grad(lambda p: self._loss(p, tokens, indexer), has_aux=True)
         grads, (metrics, routing) = grad(state["params"])
         updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        params: Any = optax.apply_updates(state["params"], updates)
         metrics |= {"grad_norm": optax.tree.norm(grads)}
         if config is not None:
             scores = routing["router_scores"]

@@ -170,7 +170,8 @@ def test_written_checkpoint_is_the_trained_model(trainer, finished, exported):
 def test_evaluation_of_the_written_checkpoint(finished, exported, capsys):
     out, _, _ = finished
     target, _ = exported
-    figures = evaluate.evaluate(target, root=out / "lib", samples=0)
+    figures = evaluate.evaluate(target, root=out / "lib", samples=0, update=True)
+    assert f"held-out files | {figures['k3jax']:.4f} |" in (target / "README.md").read_text()
     assert figures["files_match"]
     assert 0 < figures["k3jax"] < 8.4
     assert "held.py" in capsys.readouterr().out
