@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from k3jax.errors import InputError
 
@@ -15,12 +15,25 @@ class Train:
 
     config: str
     """The recipe, a YAML file."""
+    data: str | None = None
+    """A prepared corpus; without it the corpus is made from this Python's standard library."""
+    out: str | None = None
+    """The run's folder; runs/<recipe name> without it."""
+    seconds: float | None = None
+    """Stop in time to have saved by then; the same command goes on from there."""
+    resume: bool = True
+    """Go on from what the run's folder holds."""
+    steps: int | None = None
+    """In place of the recipe's."""
+    batch_size: int | None = None
+    """In place of the recipe's."""
 
     def run(self) -> None:
         try:
             from k3jax.train.loop import main
 
-            main(self.config)
+            options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
+            main(self.config, **options)
         except ModuleNotFoundError as error:
             if error.name not in _EXTRA:
                 raise

@@ -341,13 +341,14 @@ class TestTrain:
     def test_recipe_is_passed_on(self, monkeypatch):
         seen = []
         module = types.ModuleType("k3jax.train.loop")
-        module.main = seen.append
+        module.main = lambda path, **options: seen.append((path, options))
         monkeypatch.setitem(sys.modules, "k3jax.train.loop", module)
-        assert main(["train", "--config", "nano.yaml"]) == 0
-        assert seen == ["nano.yaml"]
+        assert main(["train", "--config", "nano.yaml", "--steps", "7", "--no-resume"]) == 0
+        absent = dict.fromkeys(("data", "out", "seconds", "batch_size"))
+        assert seen == [("nano.yaml", {**absent, "steps": 7, "resume": False})]
 
     def test_missing_extra(self, monkeypatch, capsys):
-        def no_optax(path):
+        def no_optax(path, **options):
             raise ModuleNotFoundError("No module named 'optax'", name="optax")
 
         module = types.ModuleType("k3jax.train.loop")
