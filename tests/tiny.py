@@ -19,7 +19,9 @@ def layer_list(num_layers: int, global_layers, dense: int = 1) -> tuple[LayerSpe
     )
 
 
-def config(num_layers=9, global_layers=(4, 8, 9), *, dsa=True, block=4, **changes) -> Config:
+def config(num_layers=5, global_layers=(3, 5), *, dsa=True, block=2, **changes) -> Config:
+    """By default the fewest layers with everything: a dense head, two scanned periods of KDA and
+    global, a partial last block. Three layer bodies to compile."""
     fields = {
         "architecture": f"KimiK3{'1' if dsa else ''}ForConditionalGeneration",
         "vocab_size": 96,

@@ -10,7 +10,9 @@ ROUTER_MARGIN = 1e-5
 DSA_MARGIN = 2e-5
 
 # tests/unit/test_model.py
-MODEL_FP32 = 2e-5
-GRADIENT_SLOPE = 2e-2  # central difference of a float32 loss
+# One unit in the last place of every weight moves the logits of these random models by 1.3e-5 in 5
+# layers; measured 2.7e-5 in 9 layers, 1.0e-4 in 13.
+MODEL_FP32 = 2e-4
+GRADIENT_SLOPE = 2e-2  # central difference of a float32 loss, any one parameter
 # tests/unit/test_attention_residuals.py: max|d| / max|want|
 DEPTH_MIX_FP32 = 2e-6

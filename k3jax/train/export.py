@@ -108,7 +108,7 @@ def _record(run_dir: Path, meta: dict[str, Any], parameters: int) -> dict[str, A
 
 
 def model_card(record: dict[str, Any]) -> str:
-    """README.md of the checkpoint: data, recipe, seed, figures, limits."""
+    """README.md of the checkpoint: data, recipe, seed, figures, limits, and the record's notes."""
     data, settings = record["data"], record["settings"]
     heldout = data["sets"]["heldout"]
     train = data["sets"]["train"]
@@ -146,6 +146,7 @@ def model_card(record: dict[str, Any]) -> str:
             for name in ("eval_context", "eval_stride", "seed", "steps", "batch_size", "dtype")
         },
         "sequence": settings["sequence_length"],
+        "notes": record.get("notes", ""),
         **{
             f"optimizer_{name}": optimizer[name]
             for name in ("name", "learning_rate", "warmup_steps", "weight_decay")
@@ -189,6 +190,7 @@ cosine decay, weight decay {optimizer_weight_decay}; {dtype} compute, float32 ma
 experts are trained on their MXFP4 values, routers balanced by Quantile Balancing, the indexer
 trained on dense attention for the first {dense_share} of the steps and within its selection after
 that. Made with `k3jax train --config configs/train/nano.yaml` (jax {jax}).
+{notes}
 
 Python's sources are under the PSF licence; the weights are under the licence of this repository.
 """

@@ -87,7 +87,7 @@ def test_every_value_is_where_the_table_says(name, dtype):
 def test_unpacked_experts_match_the_reference_samples(name):
     params = load_it(GOLDEN / name, form="dense")
     golden = np.load(GOLDEN / name / "golden.npz")
-    experts = params["head"][1]["ffn"]["experts"]
+    experts = params["head"][1]["ffn"]
     rows = Config.from_hf(GOLDEN / name).moe.intermediate_size
     prefix = "weights/" + P + "1.block_sparse_moe.experts.0."
     assert np.array_equal(experts["w13"][0, :rows], golden[prefix + "w1"])
@@ -442,9 +442,9 @@ def test_scale_byte_255_by_tensor_and_position(k3, form):
 def test_extreme_scale_bytes_are_kept(k3, value):
     name = EXPERT + "weight_scale"
     edit_tensor(k3, name, poke(name, 0, value))
-    experts = load_it(k3)["head"][1]["ffn"]["experts"]
+    experts = load_it(k3)["head"][1]["ffn"]
     assert int(experts["w13_scales"][3, 0, 0]) == value
-    plain = np.asarray(load_it(k3, form="dense")["head"][1]["ffn"]["experts"]["w13"][3, 0, :32])
+    plain = np.asarray(load_it(k3, form="dense")["head"][1]["ffn"]["w13"][3, 0, :32])
     codes = np.asarray(experts["w13_codes"][3, 0, :16])
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     wanted = table[np.stack([codes & 15, codes >> 4], -1).reshape(-1)] * 2.0 ** (value - 127)

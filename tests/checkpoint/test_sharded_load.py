@@ -12,6 +12,10 @@ from k3jax.config import Config
 DIRECTORY = GOLDEN / "k3_tiny"
 
 
+def is_expert(path) -> bool:
+    return str(path[-1]).split("_")[0] in ("w13", "w2")
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -22,7 +26,7 @@ def rules(mesh, experts_only=True):
 
     def sharding(path, shape, axes):
         spec = [None] * len(shape)
-        if "experts" in path:
+        if is_expert(path):
             spec[len(shape) - 3] = "expert"
         elif not experts_only and shape[-1] % 8 == 0:
             spec[-1] = "expert"
@@ -41,7 +45,7 @@ def test_same_values_and_no_replicated_expert(mesh, experts_only, form):
     assert_equal(sharded, whole)
     for path, leaf in tree.flatten(sharded).items():
         held = sum(shard.data.nbytes for shard in leaf.addressable_shards)
-        split = "experts" in path or (not experts_only and leaf.shape[-1] % 8 == 0)
+        split = is_expert(path) or (not experts_only and leaf.shape[-1] % 8 == 0)
         assert held == leaf.nbytes * (1 if split else 8), path
 
 
@@ -71,13 +75,13 @@ def test_only_the_bytes_of_the_shards_are_read(mesh, monkeypatch):
         jax, "make_array_from_single_device_arrays", lambda shape, sharding, parts: parts[0]
     )
     parts = tree.flatten(load(DIRECTORY, abstract(config), config, shardings=rules(mesh)))
-    packed = sum(part.nbytes for path, part in parts.items() if "experts" in path)
+    packed = sum(part.nbytes for path, part in parts.items() if is_expert(path))
     experts = sum(
         int(np.prod(leaf.shape))
         for p, leaf in tree.flatten(abstract(config)).items()
-        if "experts" in p
+        if is_expert(p)
     )
-    assert packed * 8 == experts
+    assert packed * 8 == experts > 0
     assert sum(total) == whole - experts * 7 // 8
 
 

@@ -16,11 +16,23 @@ import pytest
 import tolerances as tol
 
 import k3jax
+from k3jax import runtime
 from k3jax.model import positions
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FOLDERS = ["k3_tiny", "k31_tiny"]
 PREFILLS = ["prefill_L1", "prefill_L5", "prefill_L67", "prefill_L130", "batch_B2_T33", "leftpad"]
+
+# All lengths up to this go through one compiled program: a bucket costs 20 s to compile, and the
+# padding is under test with every case.
+BUCKET = 256
+
+
+@pytest.fixture(autouse=True)
+def one_bucket(monkeypatch):
+    monkeypatch.setattr(runtime, "MIN_TOKENS", BUCKET)
+    monkeypatch.setattr(runtime, "MIN_CACHE", BUCKET)
+
 
 _models: dict = {}
 
@@ -132,17 +144,20 @@ def test_depth_mix(folder):
     module = model.module
 
     @jax.jit
-    def run(ids):
-        where = positions(jnp.zeros((1,), jnp.int32), ids.shape[1], None)
+    def run(ids, lengths):
+        where = positions(jnp.zeros((1,), jnp.int32), ids.shape[1], lengths)
         depth, _, _ = module.backbone(module.embed_tokens(ids), where)
         return depth.bank_NBTD, depth.count, module.final_hidden(depth)
 
-    bank, count, _ = run(z["prefill_L5/input_ids"])
+    ids = z["prefill_L67/input_ids"]
+    _, _, hidden = run(ids, jnp.array([ids.shape[1]]))
+    assert relative(hidden[0], z["prefill_L67/final_hidden"]) <= tol.GOLDEN_FP32
+    short = z["prefill_L5/input_ids"]
+    n = short.shape[1]
+    bank, count, _ = run(np.pad(short, ((0, 0), (0, ids.shape[1] - n))), jnp.array([n]))
     want = z["prefill_L5/block_residual_final"].swapaxes(0, 1)
     assert int(count) == len(want) == model.config.num_blocks
-    assert relative(bank[:, 0], want) <= tol.GOLDEN_FP32
-    _, _, hidden = run(z["prefill_L67/input_ids"])
-    assert relative(hidden[0], z["prefill_L67/final_hidden"]) <= tol.GOLDEN_FP32
+    assert relative(bank[:, 0, :n], want) <= tol.GOLDEN_FP32
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -171,6 +186,14 @@ def test_greedy(folder):
         got.append(int(token[0]))
         logits, cache = model.decode(token, cache)
     assert got == want.tolist()
+
+
+def test_an_unpadded_program():
+    """One length in the bucket users get."""
+    model, z = load("k31_tiny")
+    runtime.MIN_TOKENS = 16  # the fixture puts it back
+    logits = model(z["prefill_L5/input_ids"])
+    assert relative(logits, z["prefill_L5/logits_float32"]) <= tol.GOLDEN_FP32
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -68,13 +69,10 @@ def by_the_rules(module, ids):
     ("num_layers", "global_layers", "block"),
     [
         (1, (), 4),
-        (3, (3,), 4),
         (4, (4,), 4),
         (5, (4, 5), 4),
-        (8, (4, 8), 4),
         (9, (4, 8, 9), 4),
         (13, (4, 8, 12, 13), 3),
-        (13, (4, 8, 12, 13), 12),
         (7, (2, 3, 7), 5),  # no period that repeats
         (12, (2, 4, 6, 8, 10, 12), 5),  # a period of two
     ],
@@ -180,7 +178,7 @@ def test_donation_changes_no_bits_and_a_used_cache_is_refused():
 
 
 def test_one_compilation_a_bucket_and_none_after_warm_up():
-    m = Model(tiny.module(tiny.config(5, (4, 5))))
+    m = Model(tiny.module(tiny.config()))
     assert [bucket(n, 16) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     for length in (16, 32, 64):
         _, cache = m.prefill(tiny.tokens(2, length), m.init_cache(2, 128))
@@ -198,11 +196,22 @@ def test_one_compilation_a_bucket_and_none_after_warm_up():
     assert m.compilations == warm
 
 
-@pytest.mark.parametrize("dsa", [False, True])
-@pytest.mark.parametrize("experts", ["mxfp4", "dense"])
-def test_gradient_through_the_whole_model(dsa, experts):
-    """Finite everywhere, right along a random direction, and recomputing layers changes nothing."""
-    module = tiny.module(tiny.config(6, (4, 6), dsa=dsa), experts=experts)
+def _join(path) -> str:
+    return "/".join(map(str, path))
+
+
+def smooth(dsa: bool):
+    """A model without decisions, which would jump: every expert and position is chosen."""
+    config = tiny.config(dsa=dsa)
+    moe = dataclasses.replace(config.moe, num_experts=4, num_experts_per_token=4)
+    index = dataclasses.replace(config.dsa, topk=32) if dsa else None
+    return dataclasses.replace(config, moe=moe, dsa=index)
+
+
+@pytest.mark.parametrize(("experts", "dsa"), [("dense", True), ("mxfp4", False)])
+def test_gradient_through_the_whole_model(experts, dsa):
+    """Finite everywhere, right for every parameter, and the same when layers are recomputed."""
+    module = tiny.module(smooth(dsa), experts=experts)
     ids, targets = tiny.tokens(2, 24), tiny.tokens(2, 24, seed=1)
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
@@ -213,28 +222,31 @@ def test_gradient_through_the_whole_model(dsa, experts):
         return -jnp.mean(jnp.take_along_axis(logp, targets[..., None], -1))
 
     grads = jax.jit(jax.grad(loss))(params)
-    leaves = jax.tree.leaves(grads)
-    assert all(np.isfinite(g).all() for g in leaves)
-    names = {"/".join(map(str, p)) for p, g in nnx.to_flat_state(grads) if not np.any(g[...])}
+    again = jax.jit(jax.grad(lambda p: loss(p, True)))(params)
+    value = jax.jit(loss)
+    inert = set()
+    flat = {_join(path): g[...] for path, g in nnx.to_flat_state(grads)}
+    for (name, g), r in zip(flat.items(), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(g, r, rtol=1e-3, atol=1e-5, err_msg=name)
+        norm = float(jnp.linalg.norm(g))
+        assert np.isfinite(norm), name
+        if norm < 1e-5:  # rounding; the smallest of the others is 1e-2
+            inert.add(name)
+            continue
+
+        def moved(step, name=name, g=g, norm=norm):
+            pairs = nnx.to_flat_state(params)
+            return nnx.from_flat_state(
+                (path, v.replace(v[...] + step * g / norm) if _join(path) == name else v)
+                for path, v in pairs
+            )
+
+        step = min(3e-3, 1e-2 / norm)
+        slope = float(value(moved(step)) - value(moved(-step))) / (2 * step)
+        assert slope == pytest.approx(norm, rel=tol.GRADIENT_SLOPE, abs=3e-4), name
     # Layer 0 reads the embedding alone, so its attention-side mix is inert; the selection of DSA
     # takes no gradient.
-    inert = {n for n in names if "indexer" in n or n.startswith("head/0/attention_res")}
-    assert names == inert
-
-    rng = np.random.default_rng(0)
-    direction = jax.tree.map(
-        lambda g: jnp.float32(rng.normal(size=g.shape)) * jnp.sqrt(jnp.mean(g**2) + 1e-12), grads
-    )
-    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float(jnp.vdot(g, d)), grads, direction)))
-    step = 1e-2
-    f = jax.jit(loss)
-    up = f(jax.tree.map(lambda p, d: p + step * d, params, direction))
-    down = f(jax.tree.map(lambda p, d: p - step * d, params, direction))
-    assert float(up - down) / (2 * step) == pytest.approx(slope, rel=tol.GRADIENT_SLOPE, abs=1e-5)
-
-    again = jax.jit(jax.grad(lambda p: loss(p, True)))(params)
-    for a, b in zip(leaves, jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    assert inert == {n for n in flat if "indexer" in n or n.startswith("head/0/attention_res")}
 
 
 def test_a_token_cannot_see_the_future():
