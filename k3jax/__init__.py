@@ -15,7 +15,7 @@ _WHERE = {
     "Transformer": "k3jax.model",
     "load": "k3jax.loading",
 }
-__all__ = sorted([*_WHERE, "generate"])
+__all__ = sorted([*_WHERE, "generate"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

@@ -182,7 +182,10 @@ class Transformer(nnx.Module):
         Returns:
           [B, T, V] float32, or (logits, aux) when ``collect`` is given.
         """
-        x = self.embed_tokens(tokens_BT) if embeddings_BTD is None else embeddings_BTD
+        if (tokens_BT is None) == (embeddings_BTD is None):
+            raise ValueError("give either tokens_BT or embeddings_BTD")
+        x = embeddings_BTD if tokens_BT is None else self.embed_tokens(tokens_BT)
+        assert x is not None
         positions_BT = positions(jnp.zeros((x.shape[0],), jnp.int32), x.shape[1], lengths_B)
         depth, _, aux = self.backbone(
             x.astype(self.compute_dtype), positions_BT, None, collect or ()
@@ -200,12 +203,13 @@ class Transformer(nnx.Module):
           leaves its cache as it was; its logits mean nothing.
         """
         positions_BT = positions(cache.lengths_B, tokens_BT.shape[1], lengths_B)
-        depth, cache, _ = self.backbone(self.embed_tokens(tokens_BT), positions_BT, cache)
+        depth, after, _ = self.backbone(self.embed_tokens(tokens_BT), positions_BT, cache)
+        assert after is not None
         if lengths_B is not None:
             depth = _only_row(depth, jnp.maximum(lengths_B - 1, 0))
         elif tokens_BT.shape[1] > 1:
             depth = _only_row(depth, jnp.full(tokens_BT.shape[:1], tokens_BT.shape[1] - 1))
-        return self.logits(self.final_hidden(depth))[:, 0], cache
+        return self.logits(self.final_hidden(depth))[:, 0], after
 
 
 def _call(graphdef, state, depth, cache, positions_BT, slot):

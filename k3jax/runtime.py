@@ -85,10 +85,10 @@ class Model:
         def decode(module, arrays, tokens_B):
             return module.extend(tokens_B[:, None], arrays)
 
-        donated = {"donate_argnums": (1,)} if donate else {}
+        donated = (1,) if donate else ()
         self._forward = jax.jit(bind(forward), static_argnames=("collect",))
-        self._prefill = jax.jit(bind(prefill), **donated)
-        self._decode = jax.jit(bind(decode), **donated)
+        self._prefill = jax.jit(bind(prefill), donate_argnums=donated)
+        self._decode = jax.jit(bind(decode), donate_argnums=donated)
         self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
 
     @property
@@ -99,7 +99,8 @@ class Model:
     @property
     def compilations(self) -> int:
         """Programs compiled so far by the entry points of this model."""
-        return sum(f._cache_size() for f in (self._forward, self._prefill, self._decode))
+        programs = (self._forward, self._prefill, self._decode)
+        return sum(f._cache_size() for f in programs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __call__(self, tokens_BT) -> jax.Array:
         """[B, T] ids -> float32 logits [B, T, V]."""
@@ -121,13 +122,14 @@ class Model:
         """
         if unknown := sorted(set(collect) - {"hidden", "routing", "index"}):
             raise InputError(f"collect={unknown}: each must be one of hidden, routing, index")
-        given = tokens_BT if embeddings_BTD is None else embeddings_BTD
-        B, T = np.shape(given)[:2] if np.ndim(given) > 1 else (0, 0)
         if embeddings_BTD is None:
             tokens_BT = self._tokens(tokens_BT, 2)
+            B, T = tokens_BT.shape
             tokens_BT = _pad(tokens_BT, bucket(T, MIN_TOKENS))
         else:
-            embeddings_BTD = _pad(np.asarray(embeddings_BTD), bucket(T, MIN_TOKENS))
+            embeddings_BTD = np.asarray(embeddings_BTD)
+            B, T, _ = embeddings_BTD.shape
+            embeddings_BTD = _pad(embeddings_BTD, bucket(T, MIN_TOKENS))
         lengths = self._lengths(lengths_B, B, T)
         logits, aux = self._forward(
             self._leaves, tokens_BT, embeddings_BTD, lengths, collect=tuple(sorted(collect))
@@ -169,6 +171,7 @@ class Model:
             here = np.clip(lengths - start, 0, piece.shape[1]).astype(np.int32)
             new, arrays = self._prefill(self._leaves, arrays, _pad(piece, size), here)
             logits = new if logits is None else jnp.where((here > 0)[:, None], new, logits)
+        assert logits is not None  # T is at least 1
         return logits, Cache(arrays, after, cache.max_length)
 
     def decode(self, tokens_B, cache: Cache) -> tuple[jax.Array, Cache]:

@@ -130,6 +130,11 @@ class Tokenizer:
             vocab_size = len(ranks) + NUM_SPECIAL
         if vocab_size < len(ranks):
             problems.append(f"{RANKS_FILE}: {len(ranks)} ranks, but vocab_size is {vocab_size}")
+        if vocab_size - len(ranks) > NUM_SPECIAL:
+            problems.append(
+                f"{RANKS_FILE}: {len(ranks)} ranks leave {vocab_size - len(ranks)} of vocab_size"
+                f" {vocab_size} without a token; at most {NUM_SPECIAL} ids are special"
+            )
         special = _special_tokens(names, len(ranks), vocab_size, problems)
         if problems:
             raise CheckpointError(str(directory), _shortened(problems))

@@ -170,8 +170,10 @@ def render(report: Report, console: Console | None = None, *, parameters: bool =
     for note in report.notes:
         console.print(f"note: {note}", markup=False)
     if report.refused:
-        console.print(f"a load would be refused, {len(report.refused)} reasons:", style="red")
+        console.print(f"a load would be refused ({len(report.refused)}):", style="red")
         for line in report.refused:
             console.print(f"  {line}", markup=False)
     elif report.summary:
-        console.print("nothing here would be refused")
+        console.print(
+            "config and headers are sound; a load also checks scale bytes and the tokenizer"
+        )

@@ -35,7 +35,7 @@ class Generate:
     echo: bool = False
     """Write the prompt before its continuation."""
     stream: bool = True
-    """Write text as it comes rather than all at the end."""
+    """Write text as it comes; --no-stream writes it all at the end."""
 
     def run(self) -> None:
         from k3jax.generate.loop import check_request, generate

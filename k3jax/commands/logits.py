@@ -58,6 +58,8 @@ class Logits:
         out = Path(self.out)
         if not out.parent.is_dir():
             raise InputError(f"--out {self.out}: no directory {out.parent}")
+        if out.is_dir():
+            raise InputError(f"--out {self.out} is a directory")
         tokens_BT = read_tokens(self.tokens)
         config = Config.from_hf(self.directory)
         check_tokens(tokens_BT, self.tokens, config)
@@ -98,7 +100,8 @@ def read_tokens(path: str) -> np.ndarray:
     try:
         tokens_BT = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise InputError(f"{path} is not a .npy file of integers: {error}") from None
+        reason = "not written by numpy.save" if "pickle" in str(error) else error
+        raise InputError(f"{path} is not a .npy file of integers: {reason}") from None
     if not isinstance(tokens_BT, np.ndarray):
         raise InputError(f"{path} is a .npz archive; a .npy file of one array is needed")
     if tokens_BT.dtype.kind not in "iu":

@@ -22,7 +22,7 @@ class Train:
     seconds: float | None = None
     """Stop in time to have saved by then; the same command goes on from there."""
     resume: bool = True
-    """Go on from what the run's folder holds."""
+    """Go on from what the run's folder holds; --no-resume starts over."""
     steps: int | None = None
     """In place of the recipe's."""
     batch_size: int | None = None

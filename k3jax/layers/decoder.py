@@ -110,13 +110,13 @@ class DecoderLayer(nnx.Module):
         aux = {}
         x = self._norm(self.attention_res(depth), self.input_norm)
         depth = depth.append_at_boundary(self.config.attn_res_block_size)
-        if self.spec.attention == "kda":
+        if isinstance(self.attention, KimiDeltaAttention):
             y, cache = self.attention(x, cache, positions_BT >= 0, slot)
         else:
             y, cache, aux = self.attention(x, cache, positions_BT, slot)
         depth = depth.add(y)
         y = self._norm(self.ffn_res(depth), self.post_attention_norm)
-        if self.spec.ffn == "dense":
+        if isinstance(self.ffn, FeedForward):
             y = self.ffn(y)
         else:
             y, moe_aux = self.ffn(y)

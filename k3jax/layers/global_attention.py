@@ -19,7 +19,7 @@ class Indexer(nnx.Module):
 
     def __init__(self, config: Config, make: Maker):
         assert config.dsa is not None
-        self.config = config
+        self.config = config.dsa
         H, K, D = config.dsa.num_heads, config.dsa.head_dim, config.hidden_size
         self.wq_b = make((H * K, config.mla.q_lora_rank), ("index_heads", "q_latent"))
         self.wk = make((K, D), ("index_dim", "embed"))
@@ -29,15 +29,14 @@ class Indexer(nnx.Module):
 
     def queries(self, x_BTD, q_latent_BTR) -> tuple[jax.Array, jax.Array]:
         """(q [B, T, H, K], head weights [B, T, H] float32 that carry both scales)."""
-        dsa_config = self.config.dsa
         q = linear(q_latent_BTR, self.wq_b)
-        q = q.reshape(*q.shape[:2], dsa_config.num_heads, dsa_config.head_dim)
-        scale = (dsa_config.num_heads * dsa_config.head_dim) ** -0.5
+        q = q.reshape(*q.shape[:2], self.config.num_heads, self.config.head_dim)
+        scale = (self.config.num_heads * self.config.head_dim) ** -0.5
         return q, linear(x_BTD, self.weights_proj, out_dtype=jnp.float32) * jnp.float32(scale)
 
     def keys(self, x_BTD) -> jax.Array:
         """Index keys [B, T, K]: LayerNorm in float32, model dtype in the cache."""
-        eps = self.config.dsa.key_norm_eps
+        eps = self.config.key_norm_eps
         return layer_norm(
             linear(x_BTD, self.wk), self.k_norm_scale[...], self.k_norm_bias[...], eps
         )
@@ -103,7 +102,7 @@ class GlobalAttention(nnx.Module):
         if cache is not None:
             latents = write_rows(cache.latent_BSC, rows, positions_BT, slot)
             keys = None
-            if index_rows is not None:
+            if index_rows is not None and cache.index_key_BSK is not None:
                 keys = write_rows(cache.index_key_BSK, index_rows, positions_BT, slot)
             cache = GlobalCache(latents, keys)
             rows = read(latents, slot)
@@ -124,7 +123,7 @@ class GlobalAttention(nnx.Module):
 
     def _sparse(self, q, rows, w_k, w_v, positions_BT, index, scale):
         index_q, index_w, index_k = index
-        topk, S = self.config.dsa.topk, rows.shape[1]
+        topk, S = self.indexer.config.topk, rows.shape[1]
         selected = dsa.select(index_q, index_k, index_w, positions_BT, topk)
         if self.indexer_mode == "dense" or topk >= S:  # every earlier token counts
             o = mla(q, rows, w_k, w_v, positions_BT, scale=scale)

@@ -53,6 +53,8 @@ class Maker:
             value = self.std * jax.random.normal(self.rngs.params(), shape, jnp.float32)
         elif init in ("zeros", "ones"):
             value = jnp.full(shape, 1.0 if init == "ones" else 0.0, jnp.float32)
+        elif isinstance(init, str):
+            raise ValueError(f"init={init!r}: one of 'normal', 'zeros', 'ones', or a function")
         else:
             value = init(self.rngs.params(), shape)
         return kind(value.astype(dtype), axes=axes)

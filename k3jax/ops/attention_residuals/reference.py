@@ -27,12 +27,15 @@ def decoder_stack(embedding_D, sublayers, reads, block_size: int, eps: float):
     """
     bank, partial = [], embedding_D
     for layer in range(len(sublayers) // 2):
-        x = mix_token(np.stack([*bank, partial]), *reads[2 * layer], eps) if bank else partial
+        norm, query = reads[2 * layer]
+        x = mix_token(np.stack([*bank, partial]), norm, query, eps) if bank else partial
         if layer % block_size == 0:
             bank.append(partial)
             partial = None
         a = sublayers[2 * layer](x)
         partial = a if partial is None else partial + a
-        y = mix_token(np.stack([*bank, partial]), *reads[2 * layer + 1], eps)
+        norm, query = reads[2 * layer + 1]
+        y = mix_token(np.stack([*bank, partial]), norm, query, eps)
         partial = partial + sublayers[2 * layer + 1](y)
-    return mix_token(np.stack([*bank, partial]), *reads[-1], eps), bank
+    norm, query = reads[-1]
+    return mix_token(np.stack([*bank, partial]), norm, query, eps), bank
