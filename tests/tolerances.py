@@ -16,3 +16,5 @@ MODEL_FP32 = 2e-4
 GRADIENT_SLOPE = 2e-2  # central difference of a float32 loss, any one parameter
 # tests/unit/test_attention_residuals.py: max|d| / max|want|
 DEPTH_MIX_FP32 = 2e-6
+# tests/unit/test_layers.py
+LAYER_FP32 = 2e-6
