@@ -14,6 +14,8 @@ DSA_MARGIN = 2e-5
 # layers; measured 2.7e-5 in 9 layers, 1.0e-4 in 13.
 MODEL_FP32 = 2e-4
 GRADIENT_SLOPE = 2e-2  # central difference of a float32 loss, any one parameter
+GRADIENT_NOISE = 1.5e-3  # rounding of the loss, about 2e-6, over the step; measured 3.5e-4
+GRADIENT_REMAT = 5e-4  # layers recomputed or not, relative to the largest entry; measured 8e-5
 # tests/unit/test_attention_residuals.py: max|d| / max|want|
 DEPTH_MIX_FP32 = 2e-6
 # tests/unit/test_layers.py

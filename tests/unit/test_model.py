@@ -227,12 +227,12 @@ def test_gradient_through_the_whole_model(experts, dsa):
     inert = set()
     flat = {_join(path): g[...] for path, g in nnx.to_flat_state(grads)}
     for (name, g), r in zip(flat.items(), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(g, r, rtol=1e-3, atol=1e-5, err_msg=name)
         norm = float(jnp.linalg.norm(g))
         assert np.isfinite(norm), name
         if norm < 1e-5:  # rounding; the smallest of the others is 1e-2
             inert.add(name)
             continue
+        assert relative(r, g) <= tol.GRADIENT_REMAT, name
 
         def moved(step, name=name, g=g, norm=norm):
             pairs = nnx.to_flat_state(params)
@@ -242,8 +242,10 @@ def test_gradient_through_the_whole_model(experts, dsa):
             )
 
         step = min(3e-3, 1e-2 / norm)
-        slope = float(value(moved(step)) - value(moved(-step))) / (2 * step)
-        assert slope == pytest.approx(norm, rel=tol.GRADIENT_SLOPE, abs=3e-4), name
+        near, far = (float(value(moved(h)) - value(moved(-h))) for h in (step, 2 * step))
+        slope = (8 * near - far) / (12 * step)  # without the error of second order
+        limit = tol.GRADIENT_SLOPE
+        assert slope == pytest.approx(norm, rel=limit, abs=tol.GRADIENT_NOISE), name
     # Layer 0 reads the embedding alone, so its attention-side mix is inert; the selection of DSA
     # takes no gradient.
     assert inert == {n for n in flat if "indexer" in n or n.startswith("head/0/attention_res")}
