@@ -3,12 +3,13 @@
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 BIN := .venv/bin
-PROMPT ?= def fibonacci(n):
+PROMPT ?= def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n
 
 .PHONY: demo test check bench clean
 
 demo: .venv/.run
-	$(BIN)/k3jax generate --model nano --echo --max-new-tokens 96 "$(PROMPT)"
+	@printf '$(PROMPT)' | $(BIN)/k3jax generate --model nano --echo --max-new-tokens 48 \
+		--temperature 0.5 --top-p 0.9 --seed 1
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
