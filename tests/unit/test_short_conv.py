@@ -7,6 +7,7 @@ import pytest
 
 from k3jax.errors import InputError
 from k3jax.ops.short_conv import short_conv
+from k3jax.ops.short_conv.reference import short_conv as reference
 
 CONV_FP32 = 1e-6  # relative to float64, measured 1.4e-7
 CONV_BF16 = 4e-3  # one rounding to bfloat16 (2^-8), measured 2.0e-3
@@ -21,17 +22,6 @@ def draw(length, seed=0, dtype=np.float32, width=WIDTH):
     w_PW = rng.standard_normal((CHANNELS, width)).astype(np.float32)
     tail_BWP = rng.standard_normal((BATCH, width - 1, CHANNELS)).astype(np.float32)
     return jnp.asarray(x_BTP, dtype), w_PW, jnp.asarray(tail_BWP, dtype)
-
-
-def reference(x_BTP, w_PW, tail_BWP):
-    """float64, one output at a time."""
-    history_BSP = np.concatenate([tail_BWP, x_BTP], axis=1).astype(np.float64)
-    width = w_PW.shape[1]
-    y_BTP = np.zeros(x_BTP.shape)
-    for t in range(x_BTP.shape[1]):
-        for tap in range(width):
-            y_BTP[:, t] += history_BSP[:, t + tap] * w_PW[:, tap].astype(np.float64)
-    return y_BTP / (1 + np.exp(-y_BTP)), history_BSP[:, history_BSP.shape[1] - (width - 1) :]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])

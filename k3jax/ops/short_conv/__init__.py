@@ -1,10 +1,10 @@
 """Short causal depthwise convolution with SiLU, and the tail it carries between calls."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from k3jax.errors import InputError
+from k3jax.ops.short_conv.xla import filtered
 
 __all__ = ["short_conv"]
 
@@ -52,7 +52,7 @@ def short_conv(
         raise InputError(f"short_conv: tail is {_describe(tail_BWP)}, expected {expected}")
     if lengths_B is None:
         history_BSP = jnp.concatenate([tail_BWP, x_BTP], axis=1)
-        return _filtered(history_BSP, w_PW), history_BSP[:, length:]
+        return filtered(history_BSP, w_PW), history_BSP[:, length:]
 
     if lengths_B.shape != (batch,) or lengths_B.dtype != jnp.int32:
         raise InputError(f"short_conv: lengths is {_describe(lengths_B)}, expected int32[{batch}]")
@@ -61,20 +61,10 @@ def short_conv(
     # A NaN left in a padding row would be harmless to the outputs and fatal to the gradient of w.
     x_BTP = jnp.where(real_BT1, x_BTP, jnp.zeros_like(x_BTP))
     history_BSP = jnp.concatenate([tail_BWP, x_BTP], axis=1)
-    y_BTP = _filtered(history_BSP, w_PW)
+    y_BTP = filtered(history_BSP, w_PW)
     rows_BW = lengths_B[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
     new_tail_BWP = jnp.take_along_axis(history_BSP, rows_BW[..., None], axis=1)
     return jnp.where(real_BT1, y_BTP, jnp.zeros_like(y_BTP)), new_tail_BWP
-
-
-def _filtered(history_BSP, w_PW):
-    width = w_PW.shape[1]
-    length = history_BSP.shape[1] - (width - 1)
-    y_BTP = sum(
-        history_BSP[:, tap : tap + length].astype(jnp.float32) * w_PW[:, tap]
-        for tap in range(width)
-    )
-    return jax.nn.silu(y_BTP).astype(history_BSP.dtype)
 
 
 def _describe(x):
