@@ -38,7 +38,7 @@ def load(source: str | Path, *, dtype=jnp.bfloat16, shardings=None, layers=None,
         words = Tokenizer.load(directory, config)
     kept = config if layers is None else config.truncated(layers)
     graphdef, state = nnx.split(Transformer.abstract(kept, dtype))
-    params = checkpoint.load(
+    params = checkpoint.read(
         directory, nnx.to_pure_dict(state), config, dtype=dtype, shardings=shardings, layers=layers
     )
     nnx.replace_by_pure_dict(state, params)
