@@ -6,11 +6,15 @@ source was. The last step is a rename, so ``OUT`` is whole or absent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from k3jax.checkpoint import loading, names, orbax
-from k3jax.checkpoint.fill import Faults, Filler, Piece, allocate, region_of
+from k3jax.checkpoint.fill import Faults, Filler, Piece
 from k3jax.checkpoint.orbax import FOLDER, MANIFEST, Manifest, Part
 from k3jax.checkpoint.plan import INDEX, Plan, examine
 from k3jax.checkpoint.progress import Progress, track
-from k3jax.checkpoint.safetensors import NUMPY, FormatError
+from k3jax.checkpoint.safetensors import NUMPY, Reader
 from k3jax.config import Config, resolve
-from k3jax.errors import CheckpointError
+from k3jax.errors import CheckpointError, K3Error
 
 GROUP_BYTES = 2 << 30
 CHUNK_BYTES = 16 << 20  # what one read fetches; an expert is a chunk of its own
@@ -64,29 +68,29 @@ def convert(
       CheckpointError: what is wrong with the source; an ``out`` that exists; a partial one of
         another source or other arguments; a disk that is full or cannot be written.
     """
-    source, out = resolve(source).resolve(), Path(out).expanduser().resolve()
+    source, out, everyone = Path(source), Path(out).expanduser().resolve(), _Everyone()
     partial = out.with_name(out.name + ".partial")
-    if orbax.is_orbax(source):
-        raise CheckpointError(str(source), ["is in Orbax format already"])
-    config = Config.from_hf(source)
-    plan = examine(source, config, layers=layers)
-    if plan.problems:
-        raise CheckpointError(str(source), plan.problems)
-    wanted = orbax.parts(plan.config, plan.form)
-    pieces = _pieces(plan)
-    dtypes = {name: _dtype(wanted[name], pieces[name], dtype) for name in wanted}
-    sizes = {name: _nbytes(wanted[name].shape, dtypes[name]) for name in wanted}
-    arguments = {
-        "dtype": None if dtype is None else np.dtype(dtype).name,
-        "layers": layers,
-        "group_bytes": group_bytes,
-    }
-    fresh = Manifest(False, _fingerprint(plan), arguments, plan.form, {})
-    manifest = _check_target(source, out, partial, fresh, overwrite)
+    with everyone.agrees(source, "cannot be read"):
+        source = resolve(source).resolve()
+        if orbax.is_orbax(source):
+            raise CheckpointError(str(source), ["is in Orbax format already"])
+        plan = examine(source, Config.from_hf(source), layers=layers)
+        if plan.problems:
+            raise CheckpointError(str(source), plan.problems)
+        wanted = orbax.parts(plan.config, plan.form)
+        pieces = _pieces(plan)
+        dtypes = {name: _dtype(wanted[name], pieces[name], dtype) for name in wanted}
+        sizes = {name: _nbytes(wanted[name].shape, dtypes[name]) for name in wanted}
+        arguments = {
+            "dtype": None if dtype is None else np.dtype(dtype).name,
+            "layers": layers,
+            "group_bytes": group_bytes,
+        }
+        fresh = Manifest(False, _fingerprint(plan), arguments, plan.form, {})
+        manifest = _check_target(source, out, partial, fresh, overwrite)
     groups = dict(orbax.group_parts(sizes, group_bytes))
     todo = {name: members for name, members in groups.items() if name not in manifest.groups}
     left = sum(sizes[name] for members in todo.values() for name in members)
-    everyone = _Everyone()
     with everyone.agrees(out, "the folder cannot be written"):
         if jax.process_index() == 0:
             _prepare(partial, manifest, left)
@@ -99,10 +103,11 @@ def convert(
         for group, members in todo.items():
             faults = Faults()
             with everyone.agrees(source, "cannot be read"):
-                one = functools.partial(_read, filler=Filler(readers, faults), pool=pool)
+                read = functools.partial(
+                    _read, readers=readers, faults=faults, pool=pool, shardings=shardings
+                )
                 values = {
-                    name: one(name, wanted[name], pieces[name], dtypes[name], shardings=shardings)
-                    for name in members
+                    name: read(name, wanted[name], pieces[name], dtypes[name]) for name in members
                 }
                 if faults.count:
                     raise CheckpointError(str(source), faults.report())
@@ -138,12 +143,12 @@ class _Everyone:
             from jax.experimental import multihost_utils
 
             failed = bool(np.any(multihost_utils.process_allgather(np.asarray(failed))))
-        if isinstance(error, CheckpointError) or not failed:
+        if isinstance(error, K3Error) or not failed:
             return
         if error is None:
             raise CheckpointError(str(self._directory), [f"{self._what}: another process failed"])
         if isinstance(error, Exception):
-            reason = orbax.first_line(error)
+            reason = orbax.reason_of(error)
             raise CheckpointError(str(self._directory), [f"{self._what}: {reason}"]) from error
 
 
@@ -251,29 +256,26 @@ def _read(
     pieces: list[Piece],
     dtype: np.dtype,
     *,
-    filler: Filler,
+    readers: Callable[[str], Reader],
+    faults: Faults,
     pool: ThreadPoolExecutor,
     shardings: loading.Shardings | None,
-) -> np.ndarray | jax.Array | None:
-    if shardings is None and jax.process_count() == 1:
-        buffer = allocate(part.shape, dtype)
-        region = region_of((), part.shape)
-
-        def fill(piece: Piece) -> None:
-            try:
-                filler.fill(buffer, region, piece, part.shape)
-            except (FormatError, OSError) as error:
-                raise CheckpointError(piece.stored.file, [f"{piece.name}: {error}"]) from error
-
-        list(pool.map(fill, pieces))
-        return buffer
-    sharding = _spread(part, shardings)
-    leaf = jax.ShapeDtypeStruct(part.shape, dtype)
+) -> jax.Array | None:
+    leaf, sharding = jax.ShapeDtypeStruct(part.shape, dtype), _spread(part, shardings)
     path: names.Path = tuple(name.split("."))
-    quiet: Callable[[int, str], object] = lambda nbytes, name: None  # noqa: E731
-    return loading._load_one(
-        path, leaf, pieces, lambda *_: sharding, filler, filler._faults, pool, quiet
-    )
+    filler = Filler(readers, faults)
+    with jax.default_device(_host()):
+        return loading._load_one(
+            path, leaf, pieces, lambda *_: sharding, filler, faults, pool, lambda *_: None
+        )
+
+
+def _host() -> Any:
+    """Host memory, of which an array there takes none but its own."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out; parts then go through the accelerator
+        return None
 
 
 def _spread(part: Part, shardings: loading.Shardings | None) -> Sharding | None:
@@ -283,6 +285,8 @@ def _spread(part: Part, shardings: loading.Shardings | None) -> Sharding | None:
         if sharding is None or part.period is None:
             return sharding
         return orbax.slice_sharding(part.target, sharding)
+    if jax.process_count() == 1:
+        return None
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",), axis_types=(AxisType.Auto,))
     split = next((i for i, size in enumerate(part.shape) if size % count == 0), None)
@@ -303,7 +307,31 @@ def _write(
         for name in values
     }
     args = ocp.args.PyTreeSave(orbax.nested(values), save_args=orbax.nested(how))
-    writer.save(partial / FOLDER / group, args=args)
+    with _quiet_threads():
+        writer.save(partial / FOLDER / group, args=args)
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Orbax prints tracebacks of its threads that fail, and then raises the error here as well.
+
+    Writes under way report to an event loop that is closed by then, some of them after the error
+    has left this function: that filter stays where a save has failed.
+    """
+    hook, late, logger = threading.excepthook, sys.unraisablehook, logging.getLogger("absl")
+    disabled = logger.disabled
+
+    def unraisable(what: Any) -> None:
+        if str(what.exc_value) != "Event loop is closed":
+            late(what)
+
+    threading.excepthook, sys.unraisablehook = lambda args: None, unraisable
+    logger.disabled = True
+    try:
+        yield
+        sys.unraisablehook = late
+    finally:
+        threading.excepthook, logger.disabled = hook, disabled
 
 
 def _record(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -141,7 +143,10 @@ def nested(values: Mapping[str, Any]) -> dict[Any, Any]:
     return tree.unflatten({tuple(name.split(".")): value for name, value in values.items()})
 
 
-def first_line(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """An error in a line: what the system said, where tensorstore quotes it."""
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(found[1]))
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -276,7 +281,7 @@ def _restore(
             try:
                 restored = reader.restore((directory / FOLDER / group).resolve(), args=args)
             except Exception as error:  # tensorstore and Orbax raise many kinds
-                problem = f"{FOLDER}/{group}: cannot be restored: {first_line(error)}"
+                problem = f"{FOLDER}/{group}: cannot be restored: {reason_of(error)}"
                 raise CheckpointError(str(directory), [problem]) from error
             flat = {".".join(path): leaf for path, leaf in tree.flatten(restored).items()}
             _place(flat, wanted, leaves, placed, arrays)

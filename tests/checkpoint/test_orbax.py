@@ -293,7 +293,7 @@ def test_an_existing_folder(out, tmp_path):
     refused(lambda: convert(SOURCE, SOURCE / "inside"), "lies in the source")
 
 
-def test_a_disk_that_is_full(tmp_path, monkeypatch):
+def test_a_disk_that_is_full(tmp_path, monkeypatch, capfd):
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -302,9 +302,12 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
-        refused(lambda: convert(SOURCE, tmp_path / "out"), tmp_path / "out", "cannot be written")
+        assert cli.main(["convert", str(SOURCE), str(tmp_path / "out")]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 2, said
+    assert "out: 1 problem\n  group layer-00000.0 cannot be written: File too large" in said
     assert os.listdir(tmp_path) == ["out.partial"]
     convert(SOURCE, tmp_path / "out")
     assert_equal(restore(tmp_path / "out"), original())
