@@ -132,10 +132,17 @@ def compare_files(directory: Path, group: str, entry: Mapping[str, Any]) -> list
 
 
 def checkpointer():
-    """The one way groups are written and read; uncompressed, since weights do not compress."""
+    """The one way groups are written and read.
+
+    Uncompressed, since weights do not compress; not by way of pinned memory, since what is written
+    is on the host already.
+    """
     import orbax.checkpoint as ocp
 
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_compression=False, enable_pinned_host_transfer=False
+    )
+    return ocp.Checkpointer(handler)
 
 
 def nested(values: Mapping[str, Any]) -> dict[Any, Any]:
