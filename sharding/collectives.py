@@ -65,9 +65,9 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """Slices of ``rows``, one a device, written into the devices' ``buffer``; see ``jax.lax``.
 
-    ``send_sizes_P[i]`` rows from ``input_offsets_P[i]`` on go to device i, which finds them from row
-    ``output_offsets_P[i]`` of its buffer on. ``recv_sizes_P[i]`` rows come from device i. Offsets and
-    sizes are int32, and slices in a buffer must not overlap.
+    ``send_sizes_P[i]`` rows from ``input_offsets_P[i]`` on go to device i, which finds them from
+    row ``output_offsets_P[i]`` of its buffer on. ``recv_sizes_P[i]`` rows come from device i.
+    Offsets and sizes are int32, and slices in a buffer must not overlap.
 
     XLA:CPU has no such collective, so there all rows are gathered and each device picks its own,
     with the same result. The mesh under the `shard_map` says which it is, while tracing, so that

@@ -39,8 +39,8 @@ def dispatch(
     Args:
       form: one of ``FORMS``.
       axes: the mesh axes experts are split over, P devices in all. Shard p holds the experts
-        ``p * E_local .. (p + 1) * E_local - 1`` with ``E_local = num_experts / P``. With no axes, or
-        no tokens (N = 0), nothing is communicated.
+        ``p * E_local .. (p + 1) * E_local - 1`` with ``E_local = num_experts / P``. With no axes,
+        or no tokens (N = 0), nothing is communicated.
       z_NL: latents of the N tokens this device owns, any float dtype. N is the same on all devices.
       ids_Nk: int32, experts of each token in 0..num_experts-1. Others, -1 for padded tokens,
         contribute nothing.
@@ -54,10 +54,10 @@ def dispatch(
       r_NL, float32. Partial sums of the devices are float32 too.
 
     Memory of a device, with b bytes an entry of z: M = P N rows arrive in every form, so
-    ``P N (L (b + 4) + 8 k)`` bytes for them, their ids and weights, and their results. "dense" sends
-    and gets back as much again. "ragged" sends and gets back ``N min(P, k)`` rows. With N = 4096,
-    L = 3584, P = 64 and bfloat16 the M rows are 1.9 GB and their results 3.8 GB, so long prefills
-    want chunks. Only memory is paid for rows without a local id.
+    ``P N (L (b + 4) + 8 k)`` bytes for them, their ids and weights, and their results. "dense"
+    sends and gets back as much again. "ragged" sends and gets back ``N min(P, k)`` rows. With
+    N = 4096, L = 3584, P = 64 and bfloat16 the M rows are 1.9 GB and their results 3.8 GB, so long
+    prefills want chunks. Only memory is paid for rows without a local id.
 
     Bytes sent by a device: "gather" and "dense" ``(P - 1) N (L (b + 4) + 8 k)``, "ragged" the same
     for only those pairs of token and device where the token has an expert.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from sharding import collectives, experts
+from sharding import experts
 
 L, K = 8, 4
 TOKENS = (1, 2, 63, 64)  # a device
