@@ -42,7 +42,7 @@ AXES: dict[str, str] = {
 
 
 def split(axis: str) -> tuple[str, int]:
-    """The logical axis and the divisor of a packed dimension: "expert_mlp/32" -> ("expert_mlp", 32).
+    """The logical axis and divisor of a packed dimension: "mlp/32" -> ("mlp", 32).
 
     MXFP4 stores two codes a byte ("/2") and one scale for 32 values ("/32").
 

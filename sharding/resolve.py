@@ -120,8 +120,8 @@ def explain(layout: Layout, leaves: Mapping[str, HasAxes]) -> str:
     """A table ``name[axis_mesh, axis]  copies  global -> local  MB of a device``.
 
     The subscript of a dimension is the mesh axes that split it. Arrays of equal name and shape in
-    several layers stand in one line, with how many there are; a stack counts its layers. MB are 10^6
-    bytes, of all copies.
+    several layers stand in one line, with how many there are; a stack counts its layers. MB are
+    10^6 bytes, of all copies.
 
     Raises:
       LayoutError: see `check`.
