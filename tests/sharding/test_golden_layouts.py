@@ -1,11 +1,12 @@
 """Every shipped layout against its reviewed file, and against the models it is for."""
 
 import json
+from pathlib import Path
 
 import golden_layouts
 import pytest
 
-from sharding import Layout, resolve
+from sharding import AXES, Layout, resolve
 
 # Bytes of memory of one JAX device: half a chip for tpu7x.
 MEMORY = {
@@ -59,3 +60,18 @@ def test_resolves_both_models(name, model):
 @pytest.mark.parametrize("name", ["single", "cpu-8"])
 def test_small_layouts_hold_nano(name):
     resolve.check(Layout.load(name), golden_layouts.parameters("nano"))
+
+
+def test_the_document_is_up_to_date():
+    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
+    rows = {
+        line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if line[:1] == "|"
+    }
+    for axis, meaning in AXES.items():
+        assert meaning in rows[axis]
+    for name in Layout.shipped():
+        file = json.loads((golden_layouts.GOLDEN / f"{name}.json").read_text())
+        assert f" {file['bytes_per_device'] / 1e9:.1f} | " in rows[name]
+        assert " ".join(Layout.load(name).why.split()) in rows[name]
+    example = (Path(__file__).parents[2] / "configs/layouts/v5p-64-long.yaml").read_text()
+    assert example in text

@@ -197,6 +197,23 @@ def test_all_problems_at_once():
     assert [p[0] for p in caught.value.problems] == ["a", "b"]
 
 
+def test_layers_with_the_same_problem_stand_in_one_line():
+    layout = Layout.from_dict(free({"data": 8, "model": 5}))
+    with pytest.raises(LayoutError) as caught:
+        resolve.check(layout, golden_layouts.parameters("kimi-k3"))
+    assert len(caught.value.problems) < 40
+    line = next(p for p in caught.value.problems if "attention.q_proj" in p)
+    assert line == (
+        "head.0.attention.q_proj and 5 like it: "
+        "axis 'heads' of size 12288 is not divisible by model 5 = 5"
+    )
+
+
+def test_arrays_without_axes():
+    with pytest.raises(LayoutError, match=r"a: axes \(\) do not name the dimensions of \(2,\)"):
+        resolve.explain(BASE, {"a": np.zeros(2)})
+
+
 def test_explain():
     leaves = {
         "head.0.attention.q_proj": leaf((12288, 7168), "heads", "embed"),
