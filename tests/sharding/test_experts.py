@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from k3jax.ops import grouped_matmul
 from k3jax.quantization.mxfp4 import pack
-from sharding import experts
+from sharding import collectives, experts
 from sharding.placement import propose
 
 L, K = 8, 4
@@ -219,6 +219,25 @@ def test_packed_experts_with_copies_of_hot_ones():
     limit = 1e-6 * np.abs(expected_NL).max()
     for f in range(3):
         np.testing.assert_allclose(r_NFL[:, f], expected_NL, rtol=0, atol=limit)
+
+
+def test_ragged_all_to_all_as_documented_by_jax():
+    """The example of `jax.lax.ragged_all_to_all`, on the two devices of axis b."""
+    mesh = make_mesh("4x2 over b")[0]
+    device_2 = [
+        [[1, 2, 2], [0, 1], [1, 2], [0, 0], [1, 1]],
+        [[3, 4, 0], [0, 1], [1, 1], [1, 2], [2, 1]],
+    ]
+    arrays = [jnp.asarray(column, jnp.int32) for column in zip(*device_2, strict=True)]
+
+    def step(rows, begin, size, target, received):
+        buffer = jnp.zeros((4,), jnp.int32)
+        offsets = begin[0], size[0], target[0], received[0]
+        return collectives.ragged_all_to_all(rows[0], buffer, *offsets, ("b",))[None]
+
+    spec = PartitionSpec("b")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(mapped)(*arrays), [[1, 3, 0, 0], [2, 2, 4, 0]])
 
 
 @pytest.mark.parametrize(
