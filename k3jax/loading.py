@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 from k3jax import checkpoint, programs
 from k3jax.checkpoint.tree import normal
 from k3jax.config import Config, resolve
+from k3jax.experts import with_copies
 from k3jax.model import Transformer
 from k3jax.runtime import Model
 from sharding import Layout, make_mesh
@@ -23,6 +25,7 @@ def load(
     dtype=jnp.bfloat16,
     layout: Layout | str | Path | None = None,
     mesh: Mesh | None = None,
+    expert_loads=None,
     layers: int | None = None,
     tokenizer: bool = True,
 ):
@@ -35,6 +38,7 @@ def load(
       layout: how the model is spread over devices: a `sharding.Layout`, its file, or the name of a
         shipped one. Each process reads only what its devices hold. None: the default device.
       mesh: the layout's mesh; `sharding.make_mesh` of all devices if None.
+      expert_loads: [MoE layers, experts], measured; which experts get the layout's extra slots.
       layers: load only the first so many layers.
       tokenizer: False skips the tokenizer and returns None in its place.
     Returns:
@@ -56,14 +60,18 @@ def load(
     shardings = None
     if layout is not None:
         layout = layout if isinstance(layout, Layout) else Layout.load(layout)
-        programs.check(kept, module, layout)
+        plain = dataclasses.replace(layout, extra_experts=0)
+        programs.check(kept, module, plain)
         mesh = mesh or make_mesh(layout)
-        shardings = _shardings(state, layout, mesh)
+        shardings = _shardings(state, plain, mesh)
     params = checkpoint.read(
         directory, nnx.to_pure_dict(state), config, dtype=dtype, shardings=shardings, layers=layers
     )
     nnx.replace_by_pure_dict(state, params)
-    return Model(nnx.merge(graphdef, state), layout=layout, mesh=mesh), words
+    module = nnx.merge(graphdef, state)
+    if layout is not None and layout.extra_experts:
+        module = with_copies(module, expert_loads, layout, mesh)
+    return Model(module, layout=layout, mesh=mesh), words
 
 
 def _shardings(state: nnx.State, layout: Layout, mesh: Mesh):

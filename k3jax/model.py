@@ -33,6 +33,7 @@ class Transformer(nnx.Module):
       experts: "mxfp4" keeps routed experts packed; "dense" makes them ordinary arrays, to train.
       compute_dtype: of the activations; ``dtype`` if None.
       remat: recompute each layer in the backward pass instead of storing its activations.
+      extra_experts: slots for copies of busy experts (`k3jax.experts`), in packed layers.
       indexer: "frozen", "dense" or "sparse": how the K3.1 indexer trains
         (`k3jax.layers.global_attention`); the last two allow ``collect=("indexer",)``.
     """
@@ -44,6 +45,7 @@ class Transformer(nnx.Module):
         *,
         dtype=jnp.bfloat16,
         experts: str = "mxfp4",
+        extra_experts: int = 0,
         compute_dtype=None,
         remat: bool = False,
         indexer: str = "frozen",
@@ -59,7 +61,8 @@ class Transformer(nnx.Module):
         V, D = config.vocab_size, config.hidden_size
 
         def layers(specs, make):
-            return nnx.List([DecoderLayer(config, spec, make, experts, indexer) for spec in specs])
+            options = (experts, indexer, extra_experts)
+            return nnx.List([DecoderLayer(config, spec, make, *options) for spec in specs])
 
         self.embed = make((V, D), ("vocab", "embed"))
         self.head = layers(schedule.head, make)
@@ -120,11 +123,15 @@ class Transformer(nnx.Module):
             call = jax.checkpoint(_call, static_argnums=(0,)) if self.remat else _call
             graphdef, state = nnx.split(layer)
             depth, cache, aux = call(graphdef, state, depth, cache, tokens, slot)
-            return depth, cache, {
-                n: a if n == "selected" else tokens.gather(a)[0]
-                for n, a in aux.items()
-                if n in names
-            }
+            return (
+                depth,
+                cache,
+                {
+                    n: a if n == "selected" else tokens.gather(a)[0]
+                    for n, a in aux.items()
+                    if n in names
+                },
+            )
 
         def run_all(layers, depth, caches, slot=None):
             new_caches, auxes = [], []

@@ -78,7 +78,10 @@ class Programs:
 
     @classmethod
     def of(
-        cls, module: Transformer, layout: Layout | None = None, mesh: Mesh | AbstractMesh | None = None
+        cls,
+        module: Transformer,
+        layout: Layout | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
     ) -> Programs:
         """Programs of a module (which may be abstract) on a layout and its mesh."""
         graphdef, state = nnx.split(module)
@@ -173,7 +176,7 @@ def abstract_step(
     """
     if phase not in PHASES:
         raise ValueError(f"phase {phase!r}: one of {PHASES}")
-    module = Transformer.abstract(config, dtype)
+    module = Transformer.abstract(config, dtype, extra_experts=layout.extra_experts)
     check(config, module, layout)
     programs = Programs.of(module, layout, mesh)
     batch, context = padded(layout, batch, context)

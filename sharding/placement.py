@@ -52,39 +52,39 @@ class Placement:
         return np.bincount(self.logical_of_slot, minlength=self.num_experts).astype(np.int32)
 
     @cached_property
-    def slots_of(self) -> np.ndarray:
-        """[E, max copies] int32: slots of each expert in ascending order, padded with -1."""
-        table_EC = np.full((self.num_experts, self.copies.max()), -1, np.int32)
-        used_E = np.zeros(self.num_experts, np.int32)
-        for slot, expert in enumerate(self.logical_of_slot):
-            table_EC[expert, used_E[expert]] = slot
-            used_E[expert] += 1
-        return table_EC
-
-    def physical(self, ids_Nk: jax.Array, token_N: jax.Array) -> jax.Array:
-        """The slot that serves each choice of the router; -1 for ids outside 0..E-1.
-
-        Args:
-          ids_Nk: int32, logical experts.
-          token_N: int32, a number of each token, such as its index in the batch. It alone decides
-            which copy a token uses, so the result does not depend on other tokens.
-
-        Returns:
-          int32 [N, k]. Multiples of the golden ratio, modulo 1, spread any run of numbers evenly
-          over the copies (Knuth, The Art of Computer Programming, volume 3, section 6.4).
-        """
-        inside_Nk = (ids_Nk >= 0) & (ids_Nk < self.num_experts)
-        ids_Nk = jnp.where(inside_Nk, ids_Nk, 0)
-        fraction_N1 = (token_N.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) >> 16)[:, None]
-        copies_Nk = jnp.asarray(self.copies.astype(np.uint32))[ids_Nk]
-        copy_Nk = (fraction_N1 * copies_Nk >> 16).astype(jnp.int32)  # copies stay below 2^16
-        return jnp.where(inside_Nk, jnp.asarray(self.slots_of)[ids_Nk, copy_Nk], -1)
+    def slot_order(self) -> np.ndarray:
+        """[S] int32: slots by expert, those of one expert in ascending order."""
+        return np.argsort(self.logical_of_slot, kind="stable").astype(np.int32)
 
     def expand(self, array, axis: int):
         """``array`` (numpy or JAX) with its ``axis`` of E experts turned into S slots."""
         if array.shape[axis] != self.num_experts:
             raise ValueError(f"axis {axis} of {array.shape} is not {self.num_experts} experts long")
         return array.take(np.asarray(self.logical_of_slot, np.int32), axis=axis)
+
+
+def physical(
+    ids_Nk: jax.Array, token_N: jax.Array, copies_E: jax.Array, slot_order_S: jax.Array
+) -> jax.Array:
+    """The slot that serves each choice of the router; -1 for ids outside 0..E-1.
+
+    Args:
+      ids_Nk: int32, logical experts.
+      token_N: int32, a number of each token, such as its index in the batch. It alone decides
+        which copy a token uses, so the result does not depend on other tokens.
+      copies_E, slot_order_S: of a `Placement`.
+
+    Returns:
+      int32 [N, k]. Multiples of the golden ratio, modulo 1, spread any run of numbers evenly over
+      the copies (Knuth, The Art of Computer Programming, volume 3, section 6.4).
+    """
+    inside_Nk = (ids_Nk >= 0) & (ids_Nk < copies_E.shape[0])
+    ids_Nk = jnp.where(inside_Nk, ids_Nk, 0)
+    fraction_N1 = (token_N.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) >> 16)[:, None]
+    copies_Nk = copies_E[ids_Nk].astype(jnp.uint32)
+    copy_Nk = (fraction_N1 * copies_Nk >> 16).astype(jnp.int32)  # copies stay below 2^16
+    first_E = jnp.cumsum(copies_E, dtype=jnp.int32) - copies_E
+    return jnp.where(inside_Nk, slot_order_S[first_E[ids_Nk] + copy_Nk], -1)
 
 
 def propose(loads_E: Sequence[float] | np.ndarray, slots: int, shards: int) -> Placement:

@@ -80,7 +80,15 @@ class Depth:
 class DecoderLayer(nnx.Module):
     """Read, attend, add; read, feed forward, add. There is no plain residual stream."""
 
-    def __init__(self, config: Config, spec: LayerSpec, make: Maker, experts: str, indexer: str):
+    def __init__(
+        self,
+        config: Config,
+        spec: LayerSpec,
+        make: Maker,
+        experts: str,
+        indexer: str,
+        extra_experts: int,
+    ):
         self.config, self.spec = config, spec
         D = config.hidden_size
         self.attention_res = DepthRead(config, make)
@@ -94,7 +102,7 @@ class DecoderLayer(nnx.Module):
         if spec.ffn == "dense":
             self.ffn = FeedForward(config, config.intermediate_size, make)
         else:
-            self.ffn = LatentMoE(config, make, experts)
+            self.ffn = LatentMoE(config, make, experts, extra_experts)
 
     def _norm(self, x, weight):
         c = self.config

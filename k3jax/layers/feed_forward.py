@@ -16,6 +16,7 @@ from k3jax.ops.situ import situ
 from k3jax.quantization import mxfp4
 from sharding import collectives
 from sharding.experts import dispatch
+from sharding.placement import physical
 
 
 class FeedForward(nnx.Module):
@@ -46,10 +47,13 @@ class LatentMoE(nnx.Module):
 
     Router and shared experts read x; the routed experts read its projection. Their weighted sum is
     normed as a whole, so it must be complete before the norm when experts are spread over devices.
+
+    With ``extra`` slots, busy experts are stored several times, and ``copies`` and ``slot_order``
+    say where: the copies of expert e are ``slot_order[c : c + copies[e]]``, c the copies before e.
     """
 
-    def __init__(self, config: Config, make: Maker, experts: str):
-        self.config = config
+    def __init__(self, config: Config, make: Maker, experts: str, extra: int = 0):
+        self.config, self.extra = config, extra
         moe, D = config.moe, config.hidden_size
         E, L, F = moe.num_experts, moe.latent_size, moe.intermediate_size
         self.router = make((E, D), ("router_experts", "embed"))
@@ -59,6 +63,11 @@ class LatentMoE(nnx.Module):
         self.latent_norm = make((L,), ("latent_norm",), "ones")
         self.shared = FeedForward(config, moe.shared_size, make, "shared_mlp")
         self.packed = experts == "mxfp4"
+        if extra:
+            one = dict(init="ones", dtype=jnp.int32, kind=Packed)
+            self.copies = make((E,), ("router_experts",), **one)
+            self.slot_order = make((E + extra,), ("router_experts",), **one)
+            E += extra
         if self.packed:
             self._packed(make, "w13", (E, 2 * F, L), ("experts", "expert_mlp2", "expert_latent"))
             self._packed(make, "w2", (E, L, F), ("experts", "expert_latent", "expert_mlp"))
@@ -169,10 +178,14 @@ class LatentMoE(nnx.Module):
                 )
 
         p = tokens.parallel
+        positions_N = tokens.own_positions.reshape(-1)
+        if self.extra:
+            # Any copy gives the same numbers; neighbours in a batch take different ones.
+            number_N = positions_N + jnp.arange(len(ids_Nk), dtype=jnp.int32)
+            ids_Nk = physical(ids_Nk, number_N, self.copies[...], self.slot_order[...])
         if not p.experts:
             return compute(z_NL, ids_Nk, weights_Nk, z_NL.dtype)
-        real_N = tokens.own_positions.reshape(-1) >= 0
-        ids_Nk = jnp.where(real_N[:, None], ids_Nk, -1)
+        ids_Nk = jnp.where(positions_N[:, None] >= 0, ids_Nk, -1)
         count = w13.shape[-3] * collectives.size(p.experts)
         with jax.named_scope("experts"):
             r_NL = dispatch(p.dispatch, p.experts, z_NL, ids_Nk, weights_Nk, count, compute)

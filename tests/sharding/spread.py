@@ -24,6 +24,7 @@ import tiny
 import tolerances as tol
 from flax import nnx
 
+from k3jax.experts import with_copies
 from k3jax.runtime import Model
 from sharding import AXES, Layout, make_mesh, resolve
 
@@ -99,6 +100,13 @@ def spread(module, layout: Layout) -> Model:
     return Model(nnx.merge(graphdef, state), layout=layout, mesh=mesh)
 
 
+def spread_copies(module, layout: Layout, loads) -> Model:
+    """As `spread`, with copies of busy experts in the extra slots of the layout."""
+    plain = spread(module, dataclasses.replace(layout, extra_experts=0))
+    copied = with_copies(plain.module, loads, layout, plain.mesh)
+    return Model(copied, layout=layout, mesh=plain.mesh)
+
+
 def run(model: Model) -> dict[str, np.ndarray]:
     """Logits of a padded batch in one piece, what was chosen, then prefill and greedy decode."""
     ids = tiny.tokens(BATCH, max(LENGTHS))
@@ -123,9 +131,9 @@ def compare(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
         for name in ("expert_ids", "selected"):
             if name in want:
                 assert np.array_equal(got[name][:, b, :length], want[name][:, b, :length]), name
-    assert np.abs(got["steps"] - want["steps"]).max() <= tol.LAYOUT_FP32 * np.abs(
-        want["steps"]
-    ).max()
+    assert (
+        np.abs(got["steps"] - want["steps"]).max() <= tol.LAYOUT_FP32 * np.abs(want["steps"]).max()
+    )
     assert np.array_equal(got["tokens"], want["tokens"])
 
 

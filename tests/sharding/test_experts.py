@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from k3jax.ops import grouped_matmul
 from k3jax.quantization.mxfp4 import pack
 from sharding import collectives, experts
-from sharding.placement import propose
+from sharding.placement import physical, propose
 
 L, K = 8, 4
 TOKENS = (1, 2, 63, 64)  # a device
@@ -205,7 +205,8 @@ def test_packed_experts_with_copies_of_hot_ones():
     expected_NL = jax.jit(compute)((w13, w2), z_NL, ids_Nk, weights_Nk)
     placement = propose(np.bincount(ids_Nk[ids_Nk >= 0], minlength=E), 16, 8)
     w = jax.tree.map(lambda a: placement.expand(a, 0), (w13, w2))
-    slots_Nk = placement.physical(jnp.asarray(ids_Nk), jnp.arange(N, dtype=jnp.int32))
+    tables = jnp.asarray(placement.copies), jnp.asarray(placement.slot_order)
+    slots_Nk = physical(jnp.asarray(ids_Nk), jnp.arange(N, dtype=jnp.int32), *tables)
 
     def step(z_NL, ids_Nk, weights_Nk, w):
         rows = (z_NL, ids_Nk, weights_Nk)

@@ -4,9 +4,12 @@ import functools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import spread
 
+from k3jax import programs
+from k3jax.errors import InputError
 from k3jax.runtime import Model
 from sharding.experts import FORMS
 
@@ -34,6 +37,24 @@ def test_striped_caches(name, dsa):
 def test_k3():
     module, want = one_device(False)
     spread.compare(spread.run(spread.spread(module, spread.layout("dp2xtp4", "ragged"))), want)
+
+
+@pytest.mark.parametrize("form", ["gather", "ragged"])
+def test_copies_of_busy_experts(form):
+    module, want = one_device(True)
+    layout = spread.layout("dp2xtp4", form, extra_experts=8)
+    loads = np.random.default_rng(0).pareto(1.0, (4, 56))
+    model = spread.spread_copies(module, layout, loads)
+    copies = [v.get_value() for v in programs.variables(model.module) if v.shape[-1:] == (56,)]
+    assert max(int(c.max()) for c in copies if c.dtype == np.int32) > 2
+    spread.compare(spread.run(model), want)
+
+
+def test_loads_of_another_shape_are_refused():
+    module, _ = one_device(True)
+    layout = spread.layout("dp2xtp4", extra_experts=8)
+    with pytest.raises(InputError, match=r"\(3, 56\): expected \(4, 56\)"):
+        spread.spread_copies(module, layout, np.ones((3, 56)))
 
 
 @pytest.mark.slow
