@@ -107,7 +107,8 @@ def compile_step(
         raise LayoutError("compilation", [f"the step does not fit: {reason}"]) from None
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None  # every backend of JAX has them
+    assert memory is not None  # every backend of JAX has both
+    assert text is not None
     scale = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     return Compiled(
         seconds=seconds,
