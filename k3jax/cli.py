@@ -11,12 +11,19 @@ import tyro
 from k3jax.commands.generate import Generate
 from k3jax.commands.inspect import Inspect
 from k3jax.commands.logits import Logits
+from k3jax.commands.plan import Plan
 from k3jax.commands.train import Train
 from k3jax.errors import K3Error
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
-_COMMANDS = {"generate": Generate, "inspect": Inspect, "logits": Logits, "train": Train}
+_COMMANDS = {
+    "generate": Generate,
+    "inspect": Inspect,
+    "logits": Logits,
+    "plan": Plan,
+    "train": Train,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

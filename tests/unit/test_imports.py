@@ -23,6 +23,7 @@ ALLOWED = {
     "checkpoint": {"config", "checkpoint", "quantization", "errors"},
     "tokenizer": {"config", "errors"},
     "loading": {"config", "checkpoint", "model", "runtime", "tokenizer", "errors"},
+    "plan": {"config", "cache", "model", "runtime", "plan", "errors"},
     "generate": {"config", "generate", "runtime", "tokenizer", "errors"},
 }
 
