@@ -47,7 +47,8 @@ class Layout:
     def __post_init__(self):
         written = self.to_dict()
         _refuse(self.name, layout_rules.problems(written))
-        written["rules"] = sorted(written["rules"].items())
+        for part in ("rules", "dispatch"):
+            written[part] = sorted(written[part].items())
         written["replicated"].sort()
         # Text, because dictionaries have no hash and are equal in any order; a mesh has an order.
         object.__setattr__(self, "_key", str(sorted(written.items(), key=lambda item: item[0])))
@@ -88,10 +89,14 @@ class Layout:
         _refuse(d.get("name"), layout_rules.problems(d))
         rules = {name: tuple(d["rules"].get(name, ())) for name in AXES}
         rest = {k: v for k, v in d.items() if k not in ("rules", "replicated", "mesh", "dispatch")}
-        return cls(**rest, mesh=dict(d["mesh"]), rules=rules, dispatch=dict(d["dispatch"]))
+        dispatch = {phase: d["dispatch"][phase] for phase in layout_rules.PHASES}
+        return cls(**rest, mesh=dict(d["mesh"]), rules=rules, dispatch=dispatch)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and dictionaries; ``from_dict(l.to_dict()) == l``."""
+        """Plain lists and dictionaries; ``from_dict(l.to_dict()) == l``.
+
+        The mesh has an order: write it with ``yaml.safe_dump(d, sort_keys=False)``.
+        """
         return {
             "name": self.name,
             "why": self.why,

@@ -94,19 +94,24 @@ def check(layout: Layout, leaves: Mapping[str, HasAxes], heads: Iterable[int] = 
       leaves: by name, as they are stored (`stored`).
       heads: numbers of heads that no ``head_count`` dimension of the leaves tells.
     Raises:
-      LayoutError: everything wrong, each with the array, the axis, its size and the divisor.
+      LayoutError: everything wrong, each with the array, the axis, its size and the divisor;
+        arrays of equal name with equal problems in one line.
     """
-    leaves = dict(leaves)
-    found = [line for name, leaf in leaves.items() for line in _uneven(layout, name, leaf)]
-    counts = {
-        n
-        for leaf in leaves.values()
-        for axis, n in zip(leaf.axes, leaf.shape, strict=False)
-        if axis == "head_count"
-    }
+    alike: dict[tuple[str, str], list[str]] = {}
+    counts = set(heads)
+    for name, leaf in leaves.items():
+        problems = _uneven(layout, leaf)
+        for line in problems:
+            alike.setdefault((_short(name), line), []).append(name)
+        axes = getattr(leaf, "axes", None) or ()
+        counts |= {n for a, n in zip(axes, leaf.shape, strict=False) if a == "head_count"}
+    found = [
+        f"{names[0]}{f' and {len(names) - 1} like it' * (len(names) > 1)}: {line}"
+        for (_, line), names in alike.items()
+    ]
     divisor = layout.size(layout.tensor)
     # What follows is said once a number of heads, not once an array.
-    for count in sorted(set(heads) | counts):
+    for count in sorted(counts):
         if count % divisor:
             found.append(
                 f"{count} heads: {_over(layout, layout.tensor)} = {divisor} devices would cut "
@@ -182,7 +187,7 @@ def _parts(layout: Layout, leaf: HasAxes) -> tuple[tuple[str, ...], ...]:
 
 
 def _axis_problems(layout: Layout, leaf: HasAxes) -> list[str]:
-    axes = tuple(leaf.axes)
+    axes = tuple(getattr(leaf, "axes", None) or ())
     if len(axes) != len(leaf.shape):
         return [f"axes {axes} do not name the dimensions of {tuple(leaf.shape)}"]
     found, used = [], {}
@@ -204,8 +209,8 @@ def _axis_problems(layout: Layout, leaf: HasAxes) -> list[str]:
     return found
 
 
-def _uneven(layout: Layout, name: str, leaf: HasAxes) -> list[str]:
-    found = [f"{name}: {line}" for line in _axis_problems(layout, leaf)]
+def _uneven(layout: Layout, leaf: HasAxes) -> list[str]:
+    found = _axis_problems(layout, leaf)
     if found:
         return found
     for axis, size, part in zip(leaf.axes, leaf.shape, _parts(layout, leaf), strict=True):
@@ -215,12 +220,12 @@ def _uneven(layout: Layout, name: str, leaf: HasAxes) -> list[str]:
         by = f"not divisible by {_over(layout, part)} = {divisor}"
         if packed == 1:
             if size % divisor:
-                found.append(f"{name}: axis {axis!r} of size {size} is {by}")
+                found.append(f"axis {axis!r} of size {size} is {by}")
             continue
         groups, rest = divmod(size * packed, GROUP)
         if rest or groups % divisor:
             found.append(
-                f"{name}: axis {axis!r} of size {size} holds {groups} groups of {GROUP} values, "
+                f"axis {axis!r} of size {size} holds {groups} groups of {GROUP} values, "
                 f"{by}: a group would be cut"
             )
     return found

@@ -80,6 +80,8 @@ class _Constants(NamedTuple):
     situ_beta: float
     situ_linear_beta: float | None
     rows: int
+    num_experts: int
+    out_dtype: jnp.dtype
 
 
 def _mlp(constants: _Constants, z_ML, weight_M, w13_OL, w2_LF) -> jax.Array:
@@ -101,11 +103,11 @@ def _tile_inputs(z_NL, weights_Nk, assignment_M):
 # The loop runs only over used tiles, a number known at run time, which JAX does not differentiate;
 # and its transposed form would add a whole zero-padded [E, 2F, L] a tile. So both are written out.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiles(constants: _Constants, z_NL, ids_Nk, weights_Nk, w13: Weight, w2: Weight) -> jax.Array:
-    tiles = tile_map(ids_Nk, w13.shape[0], constants.rows)
+def _tiles(constants: _Constants, z_NL, ids_Nk, weights_Nk, w13: Weight, w2: Weight, first):
+    tiles = tile_map(ids_Nk, constants.num_experts, constants.rows)
 
     def add_tile(t, r_NL):
-        e = tiles.expert_T[t]
+        e = tiles.expert_T[t] + first
         token_M, z_ML, weight_M = _tile_inputs(z_NL, weights_Nk, tiles.assignment_TM[t])
         w13_OL, w2_LF = (_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
         out_ML = _mlp(constants, z_ML, weight_M, w13_OL, w2_LF)
@@ -113,7 +115,7 @@ def _tiles(constants: _Constants, z_NL, ids_Nk, weights_Nk, w13: Weight, w2: Wei
         return r_NL.at[token_M].add(out_ML, mode="drop")
 
     r_NL = lax.fori_loop(0, tiles.used, add_tile, jnp.zeros(z_NL.shape, jnp.float32))
-    return r_NL.astype(z_NL.dtype)
+    return r_NL.astype(constants.out_dtype)
 
 
 def _tiles_forward(constants, *arrays):
@@ -121,8 +123,8 @@ def _tiles_forward(constants, *arrays):
 
 
 def _tiles_backward(constants, arrays, dr_NL):
-    z_NL, ids_Nk, weights_Nk, w13, w2 = arrays
-    tiles = tile_map(ids_Nk, w13.shape[0], constants.rows)
+    z_NL, ids_Nk, weights_Nk, w13, w2, first = arrays
+    tiles = tile_map(ids_Nk, constants.num_experts, constants.rows)
     dr_NL = dr_NL.astype(jnp.float32)
 
     def start(w):
@@ -130,7 +132,7 @@ def _tiles_backward(constants, arrays, dr_NL):
 
     def add_tile(t, carry):
         dz_NL, dweight_A, dw13, dw2 = carry
-        e, assignment_M = tiles.expert_T[t], tiles.assignment_TM[t]
+        e, assignment_M = tiles.expert_T[t] + first, tiles.assignment_TM[t]
         token_M, z_ML, weight_M = _tile_inputs(z_NL, weights_Nk, assignment_M)
         w13_OL, w2_LF = (_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
         _, pull = jax.vjp(partial(_mlp, constants), z_ML, weight_M, w13_OL, w2_LF)
@@ -154,6 +156,7 @@ def _tiles_backward(constants, arrays, dr_NL):
         dweight_A.reshape(weights_Nk.shape),
         None if dw13 is None else dw13.astype(w13.dtype),
         None if dw2 is None else dw2.astype(w2.dtype),
+        None,
     )
 
 
@@ -167,16 +170,23 @@ def tiles(
     w13: Weight,
     w2: Weight,
     *,
+    first: jax.Array | None,
+    num_experts: int,
+    out_dtype: jnp.dtype,
     situ_beta: float,
     situ_linear_beta: float | None,
 ) -> jax.Array:
-    """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time."""
+    """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time.
+
+    Expert e is row ``first + e`` of the weights.
+    """
     if ids_Nk.size == 0:
-        return jnp.zeros_like(z_NL)
+        return jnp.zeros(z_NL.shape, out_dtype)
     tokens, k = ids_Nk.shape
-    rows = tile_rows(tokens, k, w13.shape[0])
-    constants = _Constants(situ_beta, situ_linear_beta, rows)
-    return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2)
+    rows = tile_rows(tokens, k, num_experts)
+    constants = _Constants(situ_beta, situ_linear_beta, rows, num_experts, out_dtype)
+    first = jnp.int32(0) if first is None else first
+    return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2, first)
 
 
 def dense(
@@ -186,6 +196,9 @@ def dense(
     w13: Weight,
     w2: Weight,
     *,
+    first: jax.Array | None,
+    num_experts: int,
+    out_dtype: jnp.dtype,
     situ_beta: float,
     situ_linear_beta: float | None,
 ) -> jax.Array:
@@ -195,6 +208,9 @@ def dense(
     holds for the value; a NaN among the weights of an unchosen expert still reaches gradients.
     """
     dtype = z_NL.dtype
+    if first is not None:
+        cut = lambda a: lax.dynamic_slice_in_dim(a, first, num_experts)  # noqa: E731
+        w13, w2 = jax.tree.map(cut, (w13, w2))
     w13, w2 = (w.unpack(dtype) if isinstance(w, MXFP4) else w.astype(dtype) for w in (w13, w2))
     chosen_NkE = ids_Nk[:, :, None] == jnp.arange(w13.shape[0], dtype=jnp.int32)
     combine_NE = jnp.where(chosen_NkE, weights_Nk[:, :, None], 0.0).sum(axis=1)
@@ -207,4 +223,4 @@ def dense(
     h_ENF = situ(gate_ENF, up_ENF, situ_beta, situ_linear_beta)
     y_ENL = einsum("enf,elf->enl", h_ENF, w2).astype(dtype)
     y_ENL = jnp.where(chosen_NE.T[:, :, None], y_ENL, 0).astype(jnp.float32)
-    return (y_ENL * combine_NE.T[:, :, None]).sum(axis=0).astype(dtype)
+    return (y_ENL * combine_NE.T[:, :, None]).sum(axis=0).astype(out_dtype)
