@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from k3jax import programs
 from k3jax.config import Config
 from k3jax.errors import InputError
 from k3jax.plan import costs, estimate, hardware, memory
@@ -163,14 +164,12 @@ def step_of(
     if wrong:
         raise InputError("\n  ".join(["nothing to plan:", *wrong]))
     notes = []
-    rows = layout.size(layout.batch)
-    padded = -(-batch // rows) * rows
+    padded, length = programs.padded(layout, batch, context)
     if padded != batch:
         axes = " x ".join(f"{a} {layout.mesh[a]}" for a in layout.batch)
         notes.append(f"batch {batch} is padded to {padded}: sequences are split over {axes}")
-    stripes = layout.size(layout.cache_sequence)
-    length = -(-context // stripes) * stripes
     if length != context:
+        stripes = layout.size(layout.cache_sequence)
         notes.append(f"context {context} is padded to {length}: rows are striped over {stripes}")
     return Step(kind, padded, chunk if kind == "prefill" else 1, length), tuple(notes)
 
@@ -253,19 +252,27 @@ def compare(plans: list[Plan | Refused]) -> list[Plan | Refused]:
 
 
 def _traced(config: Config, layout: Layout, step: Step) -> tuple[Collective, ...]:
-    function, arguments, _ = _program(config, layout, step, abstract_mesh(layout))
+    function, arguments = _program(config, layout, step, abstract_mesh(layout))
     return tuple(collectives(jax.make_jaxpr(function)(*arguments)))
 
 
 def _compile(config: Config, layout: Layout, step: Step) -> Compiled:
     mesh = topology_mesh(layout)
-    function, arguments, donate = _program(config, layout, step, mesh)
-    return compile_step(function, arguments, mesh, donate)
+    function, arguments = _program(config, layout, step, mesh)
+    return compile_step(function, arguments, mesh, donate=(1,))
 
 
 def _program(config: Config, layout: Layout, step: Step, mesh) -> Any:
-    """(function, abstract arguments, donated positions) of a step."""
-    return (lambda: None), (), ()
+    """(function, abstract arguments) of a step; the second argument is the cache, to donate."""
+    return programs.abstract_step(
+        config,
+        layout,
+        mesh,
+        step.kind,
+        batch=step.batch,
+        context=step.context,
+        chunk=step.tokens,
+    )
 
 
 def _gb(n: float) -> str:

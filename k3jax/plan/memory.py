@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from k3jax import programs
 from k3jax.cache import state as cache_state
 from k3jax.config import Config
 from k3jax.model import Transformer
@@ -32,11 +33,11 @@ WEIGHTS = {
     "vision": "vision tower",
 }
 CACHES = {
-    "state_BHKV": ("KDA state", ("batch", "head_count", "head_dim", "head_dim")),
-    "tails_3BWP": ("conv tails", ("qkv", "batch", "conv", "heads")),
-    "latent_BSC": ("latents", ("batch", "cache_sequence", "kv_cache")),
-    "index_key_BSK": ("index keys", ("batch", "cache_sequence", "index_dim")),
-    "lengths_B": ("conv tails", ("batch",)),  # a few bytes
+    "state_BHKV": "KDA state",
+    "tails_3BWP": "conv tails",
+    "latent_BSC": "latents",
+    "index_key_BSK": "index keys",
+    "lengths_B": "conv tails",  # a few bytes
 }
 
 
@@ -69,8 +70,7 @@ class Step:
 @lru_cache(maxsize=8)
 def weights(config: Config, dtype=jnp.bfloat16) -> tuple[Weight, ...]:
     """Every parameter of a model, as a description."""
-    experts = "mxfp4" if config.mxfp4_experts else "dense"
-    leaves = named(nnx.state(Transformer.abstract(config, dtype=dtype, experts=experts)))
+    leaves = named(nnx.state(Transformer.abstract(config, dtype=dtype)))
     return tuple(
         Weight(name, component(config, name), Leaf(tuple(v.shape), v.dtype, tuple(v.axes)))
         for name, v in leaves.items()
@@ -100,15 +100,11 @@ def component(config: Config, name: str) -> str:
 
 def caches(config: Config, step: Step, dtype=jnp.bfloat16) -> dict[str, Leaf]:
     """The cache arrays of a step by path, as descriptions."""
-    shapes = jax.eval_shape(lambda: cache_state.empty(config, step.batch, step.context, dtype))
-    pairs, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = {}
-    for path, leaf in pairs:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        axes = CACHES[name.rpartition(".")[2]][1]
-        lead = ("layers",) * (len(leaf.shape) - len(axes))
-        leaves[name] = Leaf(tuple(leaf.shape), leaf.dtype, lead + axes)
-    return leaves
+    shapes = programs.abstract_cache(config, step.batch, step.context, dtype)
+    described = jax.tree.map(
+        lambda x, axes: Leaf(tuple(x.shape), x.dtype, axes), shapes, cache_state.axes(shapes)
+    )
+    return named(described)
 
 
 def owned_tokens(layout: Layout, step: Step) -> int:
@@ -131,15 +127,15 @@ def per_device(
     held = {w.name: w.leaf for w in weights(config, dtype)}
     held = stored(layout, held)
     cached = caches(config, step, dtype)
-    check(layout, held | cached, heads=(config.mla.num_heads,))
+    check(layout, held | cached, heads=(config.kda.num_heads, config.mla.num_heads))
     out = dict.fromkeys(WEIGHTS.values(), 0)
     for w in weights(config, dtype):
         out[WEIGHTS[w.component]] += bytes_per_device(layout, held[w.name])
     for name, leaf in cached.items():
-        kind = CACHES[name.rpartition(".")[2]][0]
+        kind = CACHES[name.rpartition(".")[2]]
         out[kind] = out.get(kind, 0) + bytes_per_device(layout, leaf)
-    tokens = step.batch // layout.size(layout.batch) * step.tokens * 4
-    arguments = sum(out.values()) + tokens
+    rows = step.batch // layout.size(layout.batch)
+    arguments = sum(out.values()) + 4 * rows * (step.tokens + 1)  # ids and lengths
     size = jnp.dtype(dtype).itemsize
     vectors = (config.num_blocks + 1) * config.hidden_size * size
     out["block vectors"] = owned_tokens(layout, step) * vectors

@@ -25,7 +25,8 @@ ALLOWED = {
     "checkpoint": {"config", "checkpoint", "quantization", "errors"},
     "tokenizer": {"config", "errors"},
     "loading": {"config", "checkpoint", "model", "runtime", "tokenizer", "errors"},
-    "plan": {"config", "cache", "model", "runtime", "plan", "errors"},
+    "programs": {"config", "cache", "model", "errors"},
+    "plan": {"config", "cache", "model", "programs", "plan", "errors"},
     "generate": {"config", "generate", "runtime", "tokenizer", "errors"},
 }
 

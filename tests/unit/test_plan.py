@@ -55,7 +55,7 @@ def test_memory_of_a_layout():
     assert held["latents"] + held["index keys"] == 8 * 131072 * 33 * 1024
     assert held["KDA state"] == plan.figures(K31)["kda_state_float32"]  # 8 sequences / 8
     assert held["block vectors"] == 126 * 1024  # one owned token
-    assert arguments == sum(held.values()) - held["block vectors"] - held["workspace"] + 8 * 4
+    assert arguments == sum(held.values()) - held["block vectors"] - held["workspace"] + 2 * 8 * 4
 
 
 def test_striped_caches_and_owned_tokens():
