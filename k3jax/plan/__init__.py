@@ -259,7 +259,7 @@ def _traced(config: Config, layout: Layout, step: Step) -> tuple[Collective, ...
 def _compile(config: Config, layout: Layout, step: Step) -> Compiled:
     mesh = topology_mesh(layout)
     function, arguments = _program(config, layout, step, mesh)
-    return compile_step(function, arguments, mesh, donate=(1,))
+    return compile_step(function, arguments, mesh, state=1)
 
 
 def _program(config: Config, layout: Layout, step: Step, mesh) -> Any:

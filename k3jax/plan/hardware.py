@@ -32,6 +32,8 @@ class Chip:
     domain: int | None = None
 
 
+TPUS = ("v5e", "v5p", "v6e", "tpu7x")
+
 # A tpu7x chip is two devices, each with half of everything.
 CHIPS = {
     "v5e": Chip(16e9, 819e9, 197e12, 400e9 / 2, 25e9 / 8),

@@ -15,8 +15,9 @@ from k3jax import programs
 from k3jax.cache import state as cache_state
 from k3jax.config import Config
 from k3jax.model import Transformer
+from k3jax.plan.hardware import TPUS
 from sharding import Layout
-from sharding.resolve import Leaf, bytes_per_device, check, named, stored
+from sharding.resolve import Leaf, bytes_per_device, check, local_shape, named, stored
 
 WEIGHTS = {
     "experts": "routed experts",
@@ -107,6 +108,17 @@ def caches(config: Config, step: Step, dtype=jnp.bfloat16) -> dict[str, Leaf]:
     return named(described)
 
 
+def cache_bytes(layout: Layout, leaf: Leaf) -> int:
+    """Bytes of a cache array on one device. A TPU keeps it row-major in tiles of 8 x 128 (fewer
+    rows where there are fewer), so a row of 576 values takes 640."""
+    if layout.chip not in TPUS or len(leaf.shape) < 2:
+        return bytes_per_device(layout, leaf)
+    *lead, rows, width = local_shape(layout, leaf)
+    tile = min(8, 1 << (rows - 1).bit_length())
+    size = jnp.dtype(leaf.dtype).itemsize
+    return math.prod(lead) * (-(-rows // tile) * tile) * (-(-width // 128) * 128) * size
+
+
 def owned_tokens(layout: Layout, step: Step) -> int:
     """New tokens whose residual stream one device holds."""
     group = step.batch // layout.size(layout.batch) * step.tokens
@@ -118,8 +130,8 @@ def per_device(
 ) -> tuple[dict[str, int], int]:
     """(bytes of one device by kind, those of the step's arguments).
 
-    Weights and caches are what is stored. "block vectors" are those of owned tokens; "workspace" is
-    an estimate that the compiler's figure replaces.
+    Weights and caches are what is stored, caches with a TPU's padding of rows. "block vectors" are
+    those of owned tokens; "workspace" is an estimate that the compiler's figure replaces.
 
     Raises:
       LayoutError: the model's arrays do not divide under the layout.
@@ -133,7 +145,7 @@ def per_device(
         out[WEIGHTS[w.component]] += bytes_per_device(layout, held[w.name])
     for name, leaf in cached.items():
         kind = CACHES[name.rpartition(".")[2]]
-        out[kind] = out.get(kind, 0) + bytes_per_device(layout, leaf)
+        out[kind] = out.get(kind, 0) + cache_bytes(layout, leaf)
     rows = step.batch // layout.size(layout.batch)
     arguments = sum(out.values()) + 4 * rows * (step.tokens + 1)  # ids and lengths
     size = jnp.dtype(dtype).itemsize

@@ -105,15 +105,18 @@ def _components(plan: Plan) -> Table:
 
 def _collectives(found: tuple[Collective, ...]) -> Table:
     table = Table(
-        "collective", "component", "over", _right("of a device"), _right("times"), _right("sent")
+        Column("collective", no_wrap=True),
+        *("component", "over"),
+        *(_right(name) for name in ("of a device", "times", "sent")),
     )
     for c in found:
-        shape = f"{c.dtype}[{','.join(map(str, c.shape))}]"
+        dtype = c.dtype.replace("bfloat", "bf").replace("float", "f").replace("int", "s")
+        shape = f"{dtype}[{','.join(map(str, c.shape))}]"
         mark = "" if c.exact else " at most"
         table.add_row(
             c.kind,
             c.component,
-            " x ".join(c.axes) + f" ({c.ranks})",
+            ",".join(c.axes) + f" ({c.ranks})",
             shape,
             str(c.times),
             size(c.total_bytes) + mark,
@@ -123,7 +126,7 @@ def _collectives(found: tuple[Collective, ...]) -> Table:
     for c in found:
         totals[c.axes] = totals.get(c.axes, 0) + c.total_bytes
     for axes, n in totals.items():
-        table.add_row("all", "", " x ".join(axes), "", "", size(n))
+        table.add_row("all", "", ",".join(axes), "", "", size(n))
     return table
 
 

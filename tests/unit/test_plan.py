@@ -51,8 +51,6 @@ def test_weights_of_one_device_are_the_published_checkpoint():
 def test_memory_of_a_layout():
     held, arguments = memory.per_device(K31, V5P, Step("decode", 64, 1, 131072))
     assert held["routed experts"] == 92 * 14 * EXPERT
-    # Eight sequences a device, and latents are not split over heads.
-    assert held["latents"] + held["index keys"] == 8 * 131072 * 33 * 1024
     assert held["KDA state"] == plan.figures(K31)["kda_state_float32"]  # 8 sequences / 8
     assert held["block vectors"] == 126 * 1024  # one owned token
     assert arguments == sum(held.values()) - held["block vectors"] - held["workspace"] + 2 * 8 * 4
@@ -61,7 +59,10 @@ def test_memory_of_a_layout():
 def test_striped_caches_and_owned_tokens():
     long = Layout.load("v5p-64-long")
     held = totals(K31, long, Step("decode", 8, 1, 2**20))
-    assert held["latents"] + held["index keys"] == 8 * 2**20 * 33 * 1024 // 64
+    assert held["latents"] == 8 * 2**20 // 64 * 24 * 640 * 2
+    # A GPU pads nothing; eight sequences of a group are striped over its eight devices.
+    held = totals(K31, Layout.load("h200-16"), Step("decode", 16, 1, 131072))
+    assert held["latents"] + held["index keys"] == 131072 * 33 * 1024
     chunk = totals(K31, V5P, Step("prefill", 8, 4096, 131072))
     assert chunk["block vectors"] == 512 * 126 * 1024
     assert chunk["workspace"] > 100 * totals(K31, V5P, Step("decode", 8, 1, 131072))["workspace"]
@@ -249,3 +250,11 @@ def test_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "--layout", "v5p-64-ep64", "--plot", "plan.png"]) == 1
     assert "pip install 'k3jax[plot]'" in capsys.readouterr().err
+
+
+def test_rows_of_a_tpu_cache_are_padded():
+    held = totals(K31, V5P, Step("decode", 64, 1, 131072))
+    assert held["latents"] == 24 * 8 * 131072 * 640 * 2
+    assert held["index keys"] == 24 * 8 * 131072 * 128 * 2
+    tails = 69 * 3 * 8 * 4 * 12288 // 8 * 2  # three rows in tiles of four
+    assert held["conv tails"] == tails + 8 * 4
