@@ -59,7 +59,8 @@ class Collective:
       times: how often a step runs it (the body of a scan counts with its length).
       bytes_sent: by one device and time, with a ring: (n-1)/n of the result of an all-gather, of
         the operand of a reduce-scatter or all-to-all, twice that of an all-reduce. A ragged
-        all-to-all counts its worst case, the whole operand.
+        all-to-all counts the smaller of operand and result, buffers of the worst case: what the
+        devices send together they also receive, so none needs more on average.
       exact: False where ``bytes_sent`` is a worst case, or ``times`` cannot be known (branches
         count as taken, the body of a loop of unknown length counts once).
     """
@@ -85,7 +86,9 @@ def ring_bytes(kind: str, operand: int, result: int, ranks: int) -> int:
     """Bytes one device sends in a collective of ``operand`` and ``result`` local bytes."""
     if ranks == 1:
         return 0
-    if kind == "ragged-all-to-all" or kind == "permute":
+    if kind == "ragged-all-to-all":
+        return min(operand, result)
+    if kind == "permute":
         return operand
     whole = result if kind == "all-gather" else operand
     rounds = 2 if kind.startswith("all-reduce") else 1
@@ -224,7 +227,9 @@ def hlo_collectives(text: str, mesh: Any) -> list[HloCollective]:
             (dtype, tuple(int(n) for n in dims.split(",") if n))
             for dtype, dims in _SHAPE.findall(typed)
         ]
-        if opcode[2] and kind in ("all-gather", "collective-permute", "ragged-all-to-all"):
+        if opcode[2] and kind == "ragged-all-to-all":
+            results = [max(results, key=lambda r: math.prod(r[1]))]  # of operands, counts, result
+        elif opcode[2] and kind in ("all-gather", "collective-permute"):
             # The type of a start lists operands, then results, then what the hardware waits on.
             results = [r for r in results if r != ("u32", ())]
             results = results[len(results) // 2 :]
@@ -312,25 +317,34 @@ _BECOMES = {
     "reduce-scatter": ("reduce-scatter", "all-reduce"),
     "all-to-all": ("all-to-all",),
     "ragged-all-to-all": ("ragged-all-to-all",),
-    "collective-permute": ("permute",),
+    "collective-permute": ("permute", "reduce-scatter"),
 }
+_PADDING = 1.05  # a reduce-scatter's parts are padded to whole tiles
 
 
 def unlisted(found: list[HloCollective], listed: list[Collective]) -> list[HloCollective]:
     """The collectives of a compiled module that no listed one explains; none, if all is well.
 
-    One is explained by a listed one over the same axes, of a kind that XLA turns into it (small
-    all-gathers and reduce-scatters become all-reduces on a TPU), with as many elements in its
-    operand or result. Elements, as XLA:CPU widens bfloat16.
+    One is explained by a listed one over the same axes, of a kind that XLA turns into it, with as
+    many elements in its operand or result. (Elements, as XLA:CPU widens bfloat16.) XLA:TPU makes
+    all-reduces of small all-gathers and reduce-scatters. It pads parts of a reduce-scatter to whole
+    tiles and sends the overhang on by permutes, so those may be smaller or a little larger. A
+    ragged exchange pads its rows; XLA inserts none, so axes suffice.
     """
-    left = []
-    for one in found:
-        sizes = set()
-        for other in listed:
-            same = one.axes is not None and set(one.axes) == set(other.axes)
-            if same and other.kind in _BECOMES.get(one.kind, ()):
-                sizes |= {math.prod(other.shape), math.prod(other.result)}
-        made = [math.prod(shape) for _, shape in one.results]
-        if one.axes != () and not set(made) <= sizes and sum(made) not in sizes:
-            left.append(one)
-    return left
+    return [one for one in found if one.axes != () and not _explained(one, listed)]
+
+
+def _explained(one: HloCollective, listed: list[Collective]) -> bool:
+    sizes = set()
+    for other in listed:
+        same = one.axes is not None and set(one.axes) == set(other.axes)
+        if same and other.kind in _BECOMES.get(one.kind, ()):
+            sizes |= {math.prod(other.shape), math.prod(other.result)}
+    made = [math.prod(shape) for _, shape in one.results]
+    if not sizes or one.kind == "ragged-all-to-all":
+        return bool(sizes)
+    if set(made) <= sizes or sum(made) in sizes:
+        return True
+    if one.kind in ("reduce-scatter", "collective-permute"):
+        return max(made) <= _PADDING * max(sizes)
+    return False

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding import collectives as c
-from sharding.report import collectives, hlo_collectives, unlisted
+from sharding.report import Collective, collectives, hlo_collectives, unlisted
 
 SIZES = {"data": 2, "model": 4}
 ABSTRACT = AbstractMesh((2, 4), ("data", "model"))
@@ -199,6 +199,11 @@ def test_a_notation_that_is_not_known_is_refused():
             [("f8e4m3fn", (8,))],
         ),
         ("ragged-all-to-all", "bf16[64,8]{1,0}", [("bf16", (64, 8))]),
+        (
+            "ragged-all-to-all-start",
+            "((bf16[16,8]{1,0}, bf16[64,8]{1,0}, s32[4]{0}, s32[4]{0}), bf16[64,8]{1,0})",
+            [("bf16", (64, 8))],
+        ),
     ],
 )
 def test_results_of_an_instruction(op, type, results):
@@ -216,3 +221,22 @@ def test_bytes_and_the_fused_reduce_scatter_of_a_tpu():
     text = f"%all-reduce-scatter.3 (input: bf16[256,64]) -> bf16[64,64] {{\n  {inner}\n}}\n"
     (found,) = hlo_collectives(text, ABSTRACT)
     assert (found.kind, found.bytes) == ("reduce-scatter", 256 * 64 * 2)
+
+
+def test_what_a_tpu_makes_of_a_reduce_scatter():
+    """Parts of 512 rows are padded to 520, the overhang is passed on; gathers must match."""
+    groups = "replica_groups=[2,4]<=[8]"
+
+    def one(op, type, groups=groups):
+        return hlo_collectives(LINE.format(type=type, op=op, groups=groups), ABSTRACT)[0]
+
+    listed = [
+        Collective("kda", "reduce-scatter", ("model",), 4, (2048, 7), (512, 7), "float32", 1, 0)
+    ]
+    scatter = one("reduce-scatter", "f32[2080,7]{1,0}")
+    permute = one("collective-permute", "f32[24,7]{1,0}", "source_target_pairs={{0,1},{5,6}}")
+    assert unlisted([scatter, permute], listed) == []
+    larger = one("reduce-scatter", "f32[4096,7]{1,0}")
+    elsewhere = one("reduce-scatter", "f32[2080,7]{1,0}", "replica_groups=[4,2]<=[2,4]T(1,0)")
+    gather = one("all-gather", "f32[2048,7]{1,0}")
+    assert unlisted([larger, elsewhere, gather], listed) == [larger, elsewhere, gather]
