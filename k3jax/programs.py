@@ -99,7 +99,7 @@ class Programs:
         def prefill(leaves, cache, tokens_BT, lengths_B):
             return bind(leaves).extend(tokens_BT, cache, lengths_B, parallel(layout, "prefill"))
 
-        def decode(leaves, cache, tokens_B, lengths_B):
+        def decode(leaves, cache, tokens_B, lengths_B=None):
             tokens_BT = tokens_B[:, None]
             return bind(leaves).extend(tokens_BT, cache, lengths_B, parallel(layout, "decode"))
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from k3jax.ops.situ import situ
@@ -58,20 +59,32 @@ def tile_map(ids_Nk: jax.Array, num_experts: int, rows: int) -> TileMap:
     return TileMap(expert_T, assignment_TM, after_E[-1])
 
 
-def _one_expert(w: Weight, e: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Expert ``e`` of [E, out, in]: the packed bytes are sliced first, then unpacked."""
+def _one_expert(w: Weight, e: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, ...]:
+    """Expert ``e`` of [E, out, in]: (weight,), or its even and odd columns where it is packed.
+
+    The packed bytes are sliced first, then unpacked.
+    """
     w = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, e, keepdims=False), w)
-    return w.unpack(dtype) if isinstance(w, MXFP4) else w.astype(dtype)
+    if not isinstance(w, MXFP4):
+        return (w.astype(dtype),)
+    # Without the constraint the layout that the product wants reaches back to the stack, and a TPU
+    # transposes all experts of all layers first (20 GB a device at K3's size).
+    codes = with_layout_constraint(w.codes, Layout((0, 1)))
+    return MXFP4(codes, w.scales).halves(dtype)
 
 
-def _dot(x_MI: jax.Array, w_OI: jax.Array) -> jax.Array:
+def _dot(x_MI: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
     """[M, O] accumulated in float32 and rounded to the dtype of x."""
-    y_MO = lax.dot_general(
-        x_MI,
-        w_OI,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,  # no TF32 or bfloat16 for float32 inputs
-        preferred_element_type=jnp.float32,
+    x_MIp = x_MI.reshape(x_MI.shape[0], -1, len(parts))
+    y_MO = sum(
+        lax.dot_general(
+            x_MIp[:, :, i],
+            w_OI,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,  # no TF32 or bfloat16 for float32 inputs
+            preferred_element_type=jnp.float32,
+        )
+        for i, w_OI in enumerate(parts)
     )
     return y_MO.astype(x_MI.dtype)
 
@@ -84,11 +97,11 @@ class _Constants(NamedTuple):
     out_dtype: jnp.dtype
 
 
-def _mlp(constants: _Constants, z_ML, weight_M, w13_OL, w2_LF) -> jax.Array:
+def _mlp(constants: _Constants, z_ML, weight_M, w13, w2) -> jax.Array:
     """Weighted output of one expert for the rows of one tile, float32 [M, L]."""
-    gate_MF, up_MF = jnp.split(_dot(z_ML, w13_OL), 2, axis=-1)
+    gate_MF, up_MF = jnp.split(_dot(z_ML, w13), 2, axis=-1)
     h_MF = situ(gate_MF, up_MF, constants.situ_beta, constants.situ_linear_beta)
-    return _dot(h_MF, w2_LF).astype(jnp.float32) * weight_M[:, None]
+    return _dot(h_MF, w2).astype(jnp.float32) * weight_M[:, None]
 
 
 def _tile_inputs(z_NL, weights_Nk, assignment_M):
@@ -109,8 +122,9 @@ def _tiles(constants: _Constants, z_NL, ids_Nk, weights_Nk, w13: Weight, w2: Wei
     def add_tile(t, r_NL):
         e = tiles.expert_T[t] + first
         token_M, z_ML, weight_M = _tile_inputs(z_NL, weights_Nk, tiles.assignment_TM[t])
-        w13_OL, w2_LF = (_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
-        out_ML = _mlp(constants, z_ML, weight_M, w13_OL, w2_LF)
+        out_ML = _mlp(
+            constants, z_ML, weight_M, *(_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
+        )
         # A token's experts come in ascending order whatever its batch mates are.
         return r_NL.at[token_M].add(out_ML, mode="drop")
 
@@ -134,13 +148,13 @@ def _tiles_backward(constants, arrays, dr_NL):
         dz_NL, dweight_A, dw13, dw2 = carry
         e, assignment_M = tiles.expert_T[t] + first, tiles.assignment_TM[t]
         token_M, z_ML, weight_M = _tile_inputs(z_NL, weights_Nk, assignment_M)
-        w13_OL, w2_LF = (_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
-        _, pull = jax.vjp(partial(_mlp, constants), z_ML, weight_M, w13_OL, w2_LF)
-        dz_ML, dweight_M, dw13_OL, dw2_LF = pull(dr_NL.at[token_M].get(mode="fill", fill_value=0))
+        one = tuple(_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
+        _, pull = jax.vjp(partial(_mlp, constants), z_ML, weight_M, *one)
+        dz_ML, dweight_M, dw13_e, dw2_e = pull(dr_NL.at[token_M].get(mode="fill", fill_value=0))
         dz_NL = dz_NL.at[token_M].add(dz_ML.astype(jnp.float32), mode="drop")
         dweight_A = dweight_A.at[assignment_M].add(dweight_M, mode="drop")
-        dw13 = None if dw13 is None else dw13.at[e].add(dw13_OL.astype(jnp.float32))
-        dw2 = None if dw2 is None else dw2.at[e].add(dw2_LF.astype(jnp.float32))
+        dw13 = None if dw13 is None else dw13.at[e].add(dw13_e[0].astype(jnp.float32))
+        dw2 = None if dw2 is None else dw2.at[e].add(dw2_e[0].astype(jnp.float32))
         return dz_NL, dweight_A, dw13, dw2
 
     carry = (
