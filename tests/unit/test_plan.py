@@ -1,9 +1,11 @@
 """The plan: bytes, operations and times against numbers worked out otherwise."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
 from k3jax import plan
@@ -12,7 +14,7 @@ from k3jax.config import Config
 from k3jax.errors import InputError
 from k3jax.plan import costs, estimate, hardware, memory
 from k3jax.plan.memory import Step
-from sharding import Layout, LayoutError
+from sharding import Layout, LayoutError, abstract_mesh
 from sharding.report import Collective
 
 K3, K31 = Config.preset("kimi-k3"), Config.preset("kimi-k3.1-pro")
@@ -258,3 +260,39 @@ def test_rows_of_a_tpu_cache_are_padded():
     assert held["index keys"] == 24 * 8 * 131072 * 128 * 2
     tails = 69 * 3 * 8 * 4 * 12288 // 8 * 2  # three rows in tiles of four
     assert held["conv tails"] == tails + 8 * 4
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["h200-16", "b200-64-dp", "cpu-8"])
+def test_argument_bytes_are_those_of_the_program(name, kind):
+    layout = Layout.load(name)
+    step, _ = plan.step_of(K31, layout, kind, 16, 4096, 512)
+    _, arguments = memory.per_device(K31, layout, step)
+    _, abstract = plan._program(K31, layout, step, abstract_mesh(layout))
+    shards = [
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(abstract)
+    ]
+    assert arguments == sum(shards)
+
+
+def test_block_vectors_travel_once():
+    """Attention Residuals run on owned tokens: each sublayer gathers one vector a token and
+    scatters one back, in place of an all-reduce of everything."""
+    step, _ = plan.step_of(K31, V5P, "decode", 64, 131072, 1)
+    found = plan._traced(K31, V5P, step)
+    assert not [c for c in found if c.component == "depth"]
+    kda = [c for c in found if c.component == "kda"]
+    assert [(c.kind, c.axes, c.times) for c in kda] == [
+        ("all-gather", ("model",), 69),
+        ("reduce-scatter", ("model",), 69),
+    ]
+    assert kda[0].bytes_sent == 7 * 7168 * 2
+    # No gather of a cache: nothing that is gathered is as large as one sequence's index keys.
+    largest = max(math.prod(c.result) for c in found if c.kind == "all-gather")
+    assert largest < 131072 * 128 / 8
+
+
+def test_no_communication_on_a_single_device():
+    step, _ = plan.step_of(K31, SINGLE, "prefill", 1, 4096, 512)
+    assert plan._traced(K31, SINGLE, step) == ()
