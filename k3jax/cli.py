@@ -12,6 +12,7 @@ from k3jax.commands.convert import Convert
 from k3jax.commands.generate import Generate
 from k3jax.commands.inspect import Inspect
 from k3jax.commands.logits import Logits
+from k3jax.commands.plan import Plan
 from k3jax.commands.train import Train
 from k3jax.errors import K3Error
 
@@ -22,6 +23,7 @@ _COMMANDS = {
     "generate": Generate,
     "inspect": Inspect,
     "logits": Logits,
+    "plan": Plan,
     "train": Train,
 }
 

@@ -21,10 +21,12 @@ ALLOWED = {
     "cache": {"config", "errors"},
     "layers": {"config", "cache", "ops", "quantization", "layers", "errors"},
     "model": {"config", "cache", "layers", "errors"},
-    "runtime": {"config", "cache", "model", "errors"},
+    "runtime": {"config", "cache", "model", "programs", "errors"},
     "checkpoint": {"config", "checkpoint", "quantization", "errors"},
     "tokenizer": {"config", "errors"},
-    "loading": {"config", "checkpoint", "model", "runtime", "tokenizer", "errors"},
+    "loading": {"config", "checkpoint", "model", "programs", "runtime", "tokenizer", "errors"},
+    "programs": {"config", "cache", "model", "errors"},
+    "plan": {"config", "cache", "model", "programs", "plan", "errors"},
     "generate": {"config", "generate", "runtime", "tokenizer", "errors"},
 }
 
