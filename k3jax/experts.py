@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh

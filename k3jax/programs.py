@@ -21,6 +21,7 @@ from k3jax.cache import state as cache_state
 from k3jax.config import Config
 from k3jax.model import Transformer
 from sharding import Layout, resolve
+from sharding.compile import row_major
 from sharding.parallel import SINGLE, Parallel
 
 PHASES = ("prefill", "decode")
@@ -142,6 +143,20 @@ def cache_specs(config: Config, layout: Layout) -> cache_state.CacheArrays:
     names = cache_state.axes(arrays)
     return jax.tree.map(
         lambda a, axes: resolve.spec(layout, resolve.Leaf(a.shape, a.dtype, axes)), arrays, names
+    )
+
+
+def cache_formats(config: Config, layout: Layout, mesh: Mesh) -> cache_state.CacheArrays:
+    """Sharding and memory order of every array of the decode state."""
+    arrays = abstract_cache(config, 1, 1, jnp.bfloat16)
+    specs = cache_specs(config, layout)
+    return row_major(
+        jax.tree.map(
+            lambda a, spec: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            *(arrays, specs),
+        )
     )
 
 

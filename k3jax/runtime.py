@@ -91,8 +91,13 @@ class Model:
         donated = (1,) if donate else ()
         self._batch = steps.batch
         self._forward = jax.jit(steps.forward, static_argnames=("collect",))
-        self._prefill = jax.jit(steps.prefill, donate_argnums=donated)
-        self._decode = jax.jit(steps.decode, donate_argnums=donated)
+        # Caches keep one format from call to call (`sharding.compile.row_major`).
+        self._formats = (
+            None if layout is None else programs.cache_formats(self.config, layout, mesh)
+        )
+        out = {} if layout is None else {"out_shardings": (None, self._formats)}
+        self._prefill = jax.jit(steps.prefill, donate_argnums=donated, **out)
+        self._decode = jax.jit(steps.decode, donate_argnums=donated, **out)
         self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
 
     @property
@@ -154,9 +159,7 @@ class Model:
         rows, size = programs.padded(self.layout, batch, size)
         empty = functools.partial(cache_state.empty, self.config, rows, size, self.dtype)
         if self.layout is not None:
-            specs = programs.cache_specs(self.config, self.layout)
-            places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-            empty = jax.jit(empty, out_shardings=places)
+            empty = jax.jit(empty, out_shardings=self._formats)
         return Cache(empty(), np.zeros((batch,), np.int32), size)
 
     def prefill(self, tokens_BT, cache: Cache, lengths_B=None) -> tuple[jax.Array, Cache]:
@@ -205,7 +208,7 @@ class Model:
         return self._everywhere(logits)[:B], Cache(arrays, after, cache.max_length)
 
     def _place(self, array):
-        """An input with a leading batch, on the layout's devices; rows added to divide are zeros."""
+        """An input with a leading batch on the layout's devices, with rows of zeros to divide."""
         if self.layout is None or array is None:
             return array
         rows, _ = programs.padded(self.layout, array.shape[0], 1)

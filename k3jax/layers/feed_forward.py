@@ -64,7 +64,7 @@ class LatentMoE(nnx.Module):
         self.shared = FeedForward(config, moe.shared_size, make, "shared_mlp")
         self.packed = experts == "mxfp4"
         if extra:
-            one = dict(init="ones", dtype=jnp.int32, kind=Packed)
+            one = {"init": "ones", "dtype": jnp.int32, "kind": Packed}
             self.copies = make((E,), ("router_experts",), **one)
             self.slot_order = make((E + extra,), ("router_experts",), **one)
             E += extra

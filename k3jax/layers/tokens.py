@@ -148,7 +148,7 @@ class Stripe:
 
     Position p is row p // n of device p % n, so every device holds its share of a context of any
     length. Local positions are ``(p - device) // n``: a row s of this device stands for a position
-    up to p exactly when s is at most that, and -1 stays -1. Without axes everything is the identity.
+    up to p exactly when s is at most that, and -1 stays -1. Without axes all is the identity.
     """
 
     parallel: Parallel

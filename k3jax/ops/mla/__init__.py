@@ -68,8 +68,8 @@ def mla(
 
     Args:
       q_BTHQ: float32 or bfloat16, Q = N + R.
-      cache_BSC: [B, S, C + R] or a view of such rows, the same dtype. Rows after every position of their batch row may
-        hold anything, NaN included; rows up to a position must be finite.
+      cache_BSC: [B, S, C + R] or a view of such rows, the same dtype. Rows after every position of
+        their batch row may hold anything, NaN included; rows up to a position must be finite.
       w_k_HNC: [H, N, C], the key rows of kv_b_proj; same dtype.
       w_v_HVC: [H, V, C], the value rows of kv_b_proj; same dtype.
       positions_BT: int32, the cache row of each query; it attends to rows s <= position.

@@ -109,9 +109,9 @@ def plan(
 def over_queries(function: Callable, block: int, arrays: tuple, fills: tuple):
     """``function(*arrays)`` on blocks of axis 1, one after another, joined along axis 1 again.
 
-    Arrays and results are [B, T, ...] with any B; a last short block is filled with ``fills`` (the value that marks a
-    query as padding) and cut off again. Each block is rematerialised in a backward pass, so a
-    training step holds the scores of one block.
+    Arrays and results are [B, T, ...] with any B; a last short block is filled with ``fills`` (the
+    value that marks a query as padding) and cut off again. Each block is rematerialised in a
+    backward pass, so a training step holds the scores of one block.
     """
     length = arrays[0].shape[1]
     if block >= length:
