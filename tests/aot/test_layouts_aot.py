@@ -1,0 +1,56 @@
+"""Every shipped TPU layout compiles the whole 93-layer model for its topology, and fits."""
+
+import importlib.util
+import os
+
+import pytest
+
+from k3jax import plan
+from k3jax.config import Config
+from sharding import Layout
+from sharding.compile import ENVIRONMENT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="needs the extra aot (libtpu, Linux)"
+    ),
+]
+
+MODEL = "kimi-k3.1-pro"
+LAYOUTS = [name for name in Layout.shipped() if Layout.load(name).topology]
+MILLION = {"v5p-64-long"}  # planned for eight sequences of 1,048,576 tokens
+SECONDS, HOST_BYTES, TEMPORARIES = 120, 4e9, 1e9
+
+
+def compiled(name: str, **step) -> plan.Plan:
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    made = plan.plan(MODEL, Config.preset(MODEL), Layout.load(name), compile=True, **step)
+    c = made.compiled
+    assert c is not None
+    print(f"\n{name} {step}: {c.seconds:.0f} s, temporaries {c.temporary_bytes / 1e9:.3f} GB, "
+          f"total {c.total_bytes / 1e9:.2f} GB, host {c.host_peak_bytes / 1e9:.2f} GB")  # fmt: skip
+    assert made.fits, made.verdict()
+    assert made.agreement == pytest.approx(1, abs=plan.AGREEMENT)
+    assert plan.unlisted_collectives(made) == []
+    return made
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_decode(name):
+    step = {"batch": 8, "context": 1_048_576} if name in MILLION else {"batch": 64}
+    made = compiled(name, **step)
+    c = made.compiled
+    assert c.temporary_bytes <= TEMPORARIES  # neither experts nor caches are copied
+    assert c.host_peak_bytes <= HOST_BYTES
+    # Nothing that is gathered is as large as one sequence's index keys of one layer on a device.
+    layout = made.layout
+    keys = made.step.context // layout.size(layout.cache_sequence) * 128 * 2
+    gathered = [g.bytes for g in c.collectives if g.kind == "all-gather"]
+    assert max(gathered, default=0) < max(keys, 4e6)
+
+
+def test_prefill_of_4096_tokens():
+    made = compiled("v5p-64-ep64", step="prefill", batch=8, chunk=4096)
+    assert made.compiled.host_peak_bytes <= HOST_BYTES
