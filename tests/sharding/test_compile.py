@@ -104,3 +104,18 @@ def test_layouts_that_cannot_be_compiled(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LayoutError, match=r"needs libtpu: pip install 'k3jax\[aot\]'"):
         topology_mesh(Layout.load("v5p-64-ep64"))
+
+
+def test_a_scan_over_weights_copies_none_on_tpu7x(mesh):
+    """``mesh`` has loaded libtpu."""
+    mesh = topology_mesh(Layout.load("tpu7x-64-ep128"))
+
+    def step(x_ND, w_LDD):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x_ND, w_LDD)[0]
+
+    whole = NamedSharding(mesh, P())
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+        for shape in ((8, 7168), (22, 7168, 7168))
+    ]
+    assert compile_step(step, args, mesh).temporary_bytes < 1e8
