@@ -11,9 +11,18 @@ from k3jax import checkpoint
 from k3jax.config import Config, resolve
 from k3jax.model import Transformer
 from k3jax.runtime import Model
+from k3jax.vision.loading import has_vision, load_encoder
 
 
-def load(source: str | Path, *, dtype=jnp.bfloat16, shardings=None, layers=None, tokenizer=True):
+def load(
+    source: str | Path,
+    *,
+    dtype=jnp.bfloat16,
+    shardings=None,
+    layers=None,
+    tokenizer=True,
+    vision: bool | None = None,
+):
     """Load a checkpoint in Moonshot's format.
 
     Args:
@@ -24,6 +33,8 @@ def load(source: str | Path, *, dtype=jnp.bfloat16, shardings=None, layers=None,
         None puts everything on the default device.
       layers: load only the first so many layers.
       tokenizer: False skips the tokenizer and returns None in its place.
+      vision: True loads the vision tower too and fails where there is none, False skips it; None
+        loads it if the checkpoint has one and ``layers`` is not given.
     Returns:
       (`Model`, `Tokenizer`).
     Raises:
@@ -42,4 +53,7 @@ def load(source: str | Path, *, dtype=jnp.bfloat16, shardings=None, layers=None,
         directory, nnx.to_pure_dict(state), config, dtype=dtype, shardings=shardings, layers=layers
     )
     nnx.replace_by_pure_dict(state, params)
-    return Model(nnx.merge(graphdef, state)), words
+    model = Model(nnx.merge(graphdef, state))
+    if vision or (vision is None and layers is None and has_vision(directory, config)):
+        model.vision = load_encoder(directory, config, dtype=dtype, layers=layers)
+    return model, words

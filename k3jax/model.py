@@ -21,7 +21,7 @@ COLLECTABLE = {
 
 
 class Transformer(nnx.Module):
-    """Kimi K3 or K3.1 Pro, text only. Every method can be traced: jit, grad, shard_map.
+    """Kimi K3 or K3.1 Pro, the text model. Every method can be traced: jit, grad, shard_map.
 
     Args:
       config: the model.
@@ -72,12 +72,21 @@ class Transformer(nnx.Module):
         """The model with `jax.ShapeDtypeStruct` leaves: shapes, dtypes and axes, no memory."""
         return cls(config, None, dtype=dtype, **options)
 
-    def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
-        """[B, T] ids -> [B, T, D]. An id outside the vocabulary gives NaN, never a wrong row."""
+    def embed_tokens(
+        self, tokens_BT: jax.Array, features_BTD: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, T] ids -> [B, T, D]. An id outside the vocabulary gives NaN, never a wrong row.
+
+        Where an id is the image placeholder, the row of ``features_BTD`` stands in its place.
+        """
         rows = self.embed[...].at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
         # Negative ids wrap in a gather before its mode is consulted.
         rows = jnp.where((tokens_BT >= 0)[..., None], rows, jnp.array(jnp.nan, rows.dtype))
-        return rows.astype(self.compute_dtype)
+        rows = rows.astype(self.compute_dtype)
+        if features_BTD is None:
+            return rows
+        image = (tokens_BT == self.config.media_token_id)[..., None]
+        return jnp.where(image, features_BTD.astype(rows.dtype), rows)
 
     def backbone(
         self,
@@ -194,16 +203,23 @@ class Transformer(nnx.Module):
         return logits if collect is None else (logits, aux)
 
     def extend(
-        self, tokens_BT: jax.Array, cache: CacheArrays, lengths_B: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        cache: CacheArrays,
+        lengths_B: jax.Array | None = None,
+        features_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheArrays]:
         """Append tokens to a cache; prefill and decode are this with T > 1 and T = 1.
+
+        ``features_BTD`` holds the rows of images, see `embed_tokens`.
 
         Returns:
           (float32 logits [B, V] after each row's last real token, the cache). A row of length 0
           leaves its cache as it was; its logits mean nothing.
         """
         positions_BT = positions(cache.lengths_B, tokens_BT.shape[1], lengths_B)
-        depth, after, _ = self.backbone(self.embed_tokens(tokens_BT), positions_BT, cache)
+        embedding_BTD = self.embed_tokens(tokens_BT, features_BTD)
+        depth, after, _ = self.backbone(embedding_BTD, positions_BT, cache)
         assert after is not None
         if lengths_B is not None:
             depth = _only_row(depth, jnp.maximum(lengths_B - 1, 0))

@@ -22,8 +22,9 @@ ALLOWED = {
     "runtime": {"config", "cache", "model", "errors"},
     "checkpoint": {"config", "checkpoint", "quantization", "errors"},
     "tokenizer": {"config", "errors"},
-    "loading": {"config", "checkpoint", "model", "runtime", "tokenizer", "errors"},
-    "generate": {"config", "generate", "runtime", "tokenizer", "errors"},
+    "vision": {"config", "checkpoint", "layers", "vision", "errors"},
+    "loading": {"config", "checkpoint", "model", "runtime", "tokenizer", "vision", "errors"},
+    "generate": {"config", "generate", "runtime", "tokenizer", "vision", "errors"},
 }
 
 

@@ -1,0 +1,46 @@
+"""The vision tower of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+from k3jax import checkpoint
+from k3jax.checkpoint import names
+from k3jax.checkpoint.plan import INDEX
+from k3jax.config import Config
+from k3jax.layers.vision import VisionTower
+from k3jax.vision.encoder import Encoder
+from k3jax.vision.preprocess import vision_of
+
+
+def has_vision(directory: str | Path, config: Config) -> bool:
+    """Whether the index names vision tensors. The index must have been checked by a load."""
+    path = Path(directory) / INDEX
+    if config.vision is None or not path.is_file():
+        return False
+    return any(map(names.is_vision, json.loads(path.read_text(encoding="utf-8"))["weight_map"]))
+
+
+def load_encoder(
+    directory: str | Path, config: Config, *, dtype=jnp.bfloat16, mesh=None, layers=None
+) -> Encoder:
+    """Loads ``vision_tower.*`` and ``mm_projector.*``.
+
+    Args:
+      config: of the whole checkpoint.
+      dtype: of parameters and activations.
+      mesh: devices to spread images over, see `Encoder`.
+      layers: text shards beyond these layers may be absent.
+    Raises:
+      CheckpointError: everything that is wrong; InputError: a text-only config.
+    """
+    graphdef, state = nnx.split(VisionTower.abstract(vision_of(config), dtype))
+    params = checkpoint.load(
+        directory, nnx.to_pure_dict(state), config, dtype=dtype, layers=layers, part="vision"
+    )
+    nnx.replace_by_pure_dict(state, params)
+    return Encoder(nnx.merge(graphdef, state), mesh)
