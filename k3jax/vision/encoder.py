@@ -126,4 +126,3 @@ class Encoder:
             )
         if not 1 <= t <= c.position_time:
             raise InputError(f"{item.name}: {t} frames together, 1 to {c.position_time} are taken")
-

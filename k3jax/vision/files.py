@@ -74,7 +74,7 @@ def frames_of(source: Any, name: str) -> tuple[int, Iterator[Image.Image]]:
     """
     image_module = pillow()
     if isinstance(source, np.ndarray):
-        return 1, iter([image_module.fromarray(_pixels(source, name))])
+        return 1, iter([to_rgb(image_module.fromarray(_pixels(source, name)), name)])
     if isinstance(source, image_module.Image):
         image = source
     elif isinstance(source, bytes | bytearray):

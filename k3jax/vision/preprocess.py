@@ -95,9 +95,7 @@ def resize_rule(width: int, height: int, config: VisionConfig, frames: int = 1) 
     return min(max(int(width * scale), 1), most), min(max(int(height * scale), 1), most)
 
 
-def grid_of(
-    width: int, height: int, config: VisionConfig, frames: int = 1
-) -> tuple[int, int, int]:
+def grid_of(width: int, height: int, config: VisionConfig, frames: int = 1) -> tuple[int, int, int]:
     """(frames, rows, columns) in patches of pictures of ``width`` x ``height`` pixels."""
     new_width, new_height = resize_rule(width, height, config, frames)
     down, right = (size * config.patch_size for size in config.merge)
@@ -233,4 +231,3 @@ def over_chessboard(pixels_HWC: np.ndarray) -> np.ndarray:
         mixed = part[..., :3].astype(np.float32) * alpha + board * (1 - alpha)
         result[row : row + len(part)] = mixed.astype(np.uint8)
     return result
-
