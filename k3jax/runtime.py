@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,7 @@ class Model:
       vision: a `k3jax.vision.Encoder`, or None for text only.
     """
 
-    vision = None
+    vision: Any = None
 
     def __init__(self, module: Transformer, *, donate: bool = True):
         graphdef, state = nnx.split(module)

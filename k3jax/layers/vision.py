@@ -83,7 +83,7 @@ class VisionTower(nnx.Module):
         """The tower with `jax.ShapeDtypeStruct` leaves."""
         return cls(config, None, dtype=dtype, **options)
 
-    def __call__(self, patches_NP: jax.Array, grid_3: jax.Array, *, collect: bool = False):
+    def __call__(self, patches_NP: jax.Array, grid_3: jax.Array) -> jax.Array:
         """Encodes one item.
 
         Args:
@@ -91,13 +91,19 @@ class VisionTower(nnx.Module):
             column); uint8 pixels, or floats already brought to [-1, 1]. Rows past the t*h*w of the
             grid are padding: they may hold anything and change nothing.
           grid_3: int32 (t, h, w) in patches, may be traced; h and w multiples of the merge.
-          collect: also return what is inside.
         Returns:
           [N / merge area, D]: row m is merged patch m, row-major; rows past h*w / merge area mean
-          nothing. With ``collect``, (that, {"embedded" [N, C], "hidden" [L, N, C] after each
-          block, "encoder" [N, C], "merged" [M, merge area, C]}).
+          nothing.
         Source: Moonshot's published modelling code.
         """
+        return self._encode(patches_NP, grid_3, False)[0]
+
+    def inside(self, patches_NP: jax.Array, grid_3: jax.Array) -> tuple[jax.Array, dict]:
+        """What a call returns, and "embedded" [N, C], "hidden" [L, N, C] after each block,
+        "encoder" [N, C], "merged" [M, merge area, C]."""
+        return self._encode(patches_NP, grid_3, True)
+
+    def _encode(self, patches_NP, grid_3, collect: bool) -> tuple[jax.Array, dict]:
         c, dtype = self.config, self.compute_dtype
         t, h, w = grid_3[0], grid_3[1], grid_3[2]
         index_N = jnp.arange(len(patches_NP), dtype=jnp.int32)
@@ -127,8 +133,7 @@ class VisionTower(nnx.Module):
         y = linear(merged.reshape(len(merged), -1), self.projector_in)
         y = linear(_gelu(y, approximate=False), self.projector_out)
         y = _norm(y, self.projector_norm, c.projector_eps)
-        inside = {"embedded": embedded, "hidden": hidden, "encoder": encoder, "merged": merged}
-        return (y, inside) if collect else y
+        return y, {"embedded": embedded, "hidden": hidden, "encoder": encoder, "merged": merged}
 
     def _place(self, row_N, column_N, h, w) -> jax.Array:
         """The learned table resized to (h, w): bilinear, half-pixel centres, no antialias."""

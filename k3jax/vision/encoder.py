@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,14 +45,14 @@ class Encoder:
         graphdef, state = nnx.split(tower)
         leaves, treedef = jax.tree.flatten(state)
         self.config, self.dtype = tower.config, tower.compute_dtype
-        self._leaves, self._mesh = tuple(leaves), mesh
+        self._leaves = tuple(leaves)
         self.devices = 1 if mesh is None else mesh.size
 
-        def one(leaves, patches_INP, grid_I3):
+        def one(leaves, patches_INP: jax.Array, grid_I3: jax.Array):
             module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
             return module(patches_INP[0], grid_I3[0])[None]
 
-        self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
+        self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, list(self._leaves)))
         if mesh is not None:
             items, everywhere = PartitionSpec(mesh.axis_names), PartitionSpec()
             one = jax.shard_map(
@@ -61,7 +63,7 @@ class Encoder:
                 check_vma=False,
             )
             self._leaves = jax.device_put(self._leaves, NamedSharding(mesh, everywhere))
-        self._program = jax.jit(one)
+        self._program: Any = jax.jit(one)
 
     @property
     def module(self) -> VisionTower:
@@ -71,7 +73,7 @@ class Encoder:
     @property
     def compilations(self) -> int:
         """Programs compiled so far: one a bucket that was used."""
-        return self._program._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+        return self._program._cache_size()
 
     def encode(self, images) -> list[np.ndarray]:
         """`k3jax.vision.read`, then the features of each item."""
@@ -99,21 +101,30 @@ class Encoder:
         for size, members in groups.items():
             for start in range(0, len(members), self.devices):
                 chosen = members[start : start + self.devices]
-                waiting.append((chosen, self._run(size, [items[i] for i in chosen])))
+                waiting.append((chosen, self.run(*self.stage(size, [items[i] for i in chosen]))))
                 if len(waiting) > IN_FLIGHT:
                     fetch()
         while waiting:
             fetch()
         return results
 
-    def _run(self, size: int, items: list[Item]) -> jax.Array:
-        """Features [I, M, D]; devices without an item get an empty one."""
+    def stage(self, size: int, items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
+        """Padded patches [I, size, P] uint8 and grids [I, 3]; devices without an item get none."""
         shape = (self.devices, size, self.config.patch_width)
         patches, grids = np.zeros(shape, np.uint8), np.zeros((self.devices, 3), np.int32)
         for place, item in enumerate(items):
             patches[place, : len(item.patches_NP)] = item.patches_NP
             grids[place] = item.grid
-        return self._program(self._leaves, patches, grids)
+        return patches, grids
+
+    def run(self, patches_INP, grids_I3) -> jax.Array:
+        """Features [I, size / merge area, D] on the devices, of what `stage` made."""
+        return self._program(self._leaves, patches_INP, grids_I3)
+
+    def warm_up(self, sizes: Sequence[tuple[int, int, int]]) -> None:
+        """Compiles for grids of these (frames, rows, columns) by running empty items."""
+        for size in sorted({bucket(math.prod(grid)) for grid in sizes}):
+            jax.block_until_ready(self.run(*self.stage(size, [])))
 
     def _check(self, item: Item) -> None:
         c = self.config

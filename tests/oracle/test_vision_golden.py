@@ -74,7 +74,7 @@ def test_inside_the_tower(case):
     """Patch embedding with positions, first block, encoder, merge; from floats, unpadded."""
     tower, found = load().vision.module, []
     for item in items_of(case):
-        _, inside = tower(normalise(item.patches_NP), jnp.array(item.grid), collect=True)
+        _, inside = tower.inside(normalise(item.patches_NP), jnp.array(item.grid))
         inside = {name: np.asarray(array) for name, array in inside.items()}
         found.append(inside | {"block0": inside["hidden"][0]})
         found[-1]["merged"] = found[-1]["merged"][: item.tokens]

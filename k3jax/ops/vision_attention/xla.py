@@ -10,7 +10,7 @@ from k3jax.ops.mla import blocks
 
 def xla(q_NHD, k_NHD, v_NHD, length, *, scale, query_block, key_block):
     """Query blocks one after another, key blocks under an online softmax; padding is skipped."""
-    N, H, D = q_NHD.shape
+    N, _, D = q_NHD.shape
     live_N = jnp.arange(N, dtype=jnp.int32) < length
     q_NHD, k_NHD, v_NHD = (jnp.where(live_N[:, None, None], a, 0) for a in (q_NHD, k_NHD, v_NHD))
     k_HND, v_HND = k_NHD.swapaxes(0, 1), v_NHD.swapaxes(0, 1)
