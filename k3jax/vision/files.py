@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -32,10 +32,19 @@ WORKING_BYTES = 490_000_000
 # benchmarks/image_memory.py.
 PLAIN = 8
 ALPHA = 12  # resizing premultiplies a copy
-BY_FORMAT = {"JPEG": 10, "MPO": 10, "WEBP": 20, "GIF": 16, "TIFF": 12}  # decoders' own buffers
+DEEP = 14  # 16 bits a pixel: arrays on the way to 8
+BY_FORMAT = {"JPEG": 10, "MPO": 10, "WEBP": 22, "GIF": 18, "TIFF": 12}  # decoders' own buffers
 CMYK_JPEG = 12
 
+_DAMAGED = "is damaged: its header cannot be read"
 _MAGIC = (
+    (0, b"\x89PNG", _DAMAGED),
+    (0, b"\xff\xd8\xff", _DAMAGED),
+    (0, b"GIF8", _DAMAGED),
+    (0, b"BM", _DAMAGED),
+    (0, b"II*\0", _DAMAGED),
+    (0, b"MM\0*", _DAMAGED),
+    (8, b"WEBP", _DAMAGED),
     (0, b"%PDF", "a PDF"),
     (0, b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
     (0, b"\x00\x00\x01\x00", "an icon"),
@@ -76,38 +85,57 @@ def frames_of(source: Any, name: str) -> tuple[int, Iterator[Image.Image]]:
     if isinstance(source, np.ndarray):
         return 1, iter([to_rgb(image_module.fromarray(_pixels(source, name)), name)])
     if isinstance(source, image_module.Image):
-        image = source
-    elif isinstance(source, bytes | bytearray):
-        image = _open(io.BytesIO(source), len(source), name)
+        count = _count(source, name)
+        return count, _frames(source, count, name)
+    if isinstance(source, bytes | bytearray):
+        file = io.BytesIO(source)
     elif isinstance(source, str | os.PathLike):
         path = Path(source)
         if not path.is_file():
             raise InputError(f"{name}: {'is a folder' if path.is_dir() else 'no such file'}")
-        image = _open(path, path.stat().st_size, name)
+        file = path.open("rb")
     else:
         raise InputError(f"{name}: a {type(source).__name__} is no image")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(file)  # closed on an error here, else when the frames are used up
+        image = stack.enter_context(_open(file, name))
+        count = _count(image, name)
+        return count, _frames(image, count, name, stack.pop_all())
+
+
+def _count(image: Image.Image, name: str) -> int:
+    """Frames of a picture whose size is checked."""
     check_size(image, name)
-    animated = image.format in ANIMATED and getattr(image, "is_animated", False)
     with _readable(name):
-        count = image.n_frames if animated else 1  # type: ignore[attr-defined]
+        animated = image.format in ANIMATED and getattr(image, "is_animated", False)
+        count: int = image.n_frames if animated else 1  # type: ignore[attr-defined]
     if count > MAX_FRAMES:
         raise InputError(f"{name}: {count} frames, at most {MAX_FRAMES} are taken")
-    return count, _frames(image, count, name)
+    return count
 
 
-def _frames(image: Image.Image, count: int, name: str) -> Iterator[Image.Image]:
-    for frame in range(count):
-        with _readable(name):
-            if count > 1:
-                image.seek(frame)
-            image.load()
-        # An opened file's picture is turned in place: the copy replaces it.
-        image = image if count > 1 or not image.format else _upright(image)
-        yield to_rgb(image, name)
+def _frames(
+    image: Image.Image, count: int, name: str, stack: contextlib.ExitStack | None = None
+) -> Iterator[Image.Image]:
+    with stack or contextlib.nullcontext():
+        for frame in range(count):
+            with _readable(name):
+                if count > 1:
+                    image.seek(frame)
+                image.load()
+                # The picture of a file is turned in place: its copy replaces it.
+                if count == 1 and stack is not None:
+                    _upright(image)
+            picture = to_rgb(image, name)
+            if count == 1 and stack is not None and picture is not image:
+                stack.close()  # frees the pixels that were converted
+            yield picture
 
 
-def _open(file: Any, size: int, name: str) -> Image.Image:
-    if size == 0:
+def _open(file: BinaryIO, name: str) -> Image.Image:
+    head = file.read(16)
+    file.seek(0)
+    if not head:
         raise InputError(f"{name}: is empty (0 bytes)")
     image_module = pillow()
     try:
@@ -116,8 +144,9 @@ def _open(file: Any, size: int, name: str) -> Image.Image:
     except InputError as error:
         if not isinstance(error.__cause__, image_module.UnidentifiedImageError):
             raise
-    head = file.getvalue()[:16] if isinstance(file, io.BytesIO) else file.open("rb").read(16)
     known = [kind for start, magic, kind in _MAGIC if head[start:].startswith(magic)]
+    if known and known[0] == _DAMAGED:
+        raise InputError(f"{name}: {_DAMAGED}") from None
     kind = known[0] if known else f"no picture that is known here (it begins {head[:8].hex(' ')})"
     raise InputError(f"{name}: {kind}; what is read is {', '.join(FORMATS)}") from None
 
@@ -131,6 +160,8 @@ def _readable(name: str) -> Iterator[None]:
             yield
     except (InputError, KeyboardInterrupt):
         raise
+    except pillow().DecompressionBombError as error:
+        raise InputError(f"{name}: is refused as a decompression bomb: {error}") from error
     except MemoryError as error:
         raise InputError(f"{name}: decoding it takes too much memory") from error
     except Exception as error:
@@ -144,6 +175,8 @@ def check_size(image: Image.Image, name: str) -> None:
         cost = max(cost, CMYK_JPEG)
     if _has_alpha(image):
         cost = max(cost, ALPHA)
+    if image.mode.startswith("I"):
+        cost = max(cost, DEEP)
     width, height = image.size
     if width * height * cost > WORKING_BYTES:
         raise InputError(
