@@ -53,6 +53,7 @@ class Encoder:
             return module(patches_INP[0], grid_I3[0])[None]
 
         self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, list(self._leaves)))
+        self._items: NamedSharding | None = None
         if mesh is not None:
             items, everywhere = PartitionSpec(mesh.axis_names), PartitionSpec()
             one = jax.shard_map(
@@ -62,6 +63,7 @@ class Encoder:
                 out_specs=items,
                 check_vma=False,
             )
+            self._items = NamedSharding(mesh, items)
             self._leaves = jax.device_put(self._leaves, NamedSharding(mesh, everywhere))
         self._program: Any = jax.jit(one)
 
@@ -94,9 +96,10 @@ class Encoder:
 
         def fetch():
             indices, features = waiting.pop(0)
+            features = np.asarray(features)
             for place, index in enumerate(indices):
                 # Copied: a view would keep the padded bucket alive.
-                results[index] = np.array(features[place])[: items[index].tokens].copy()
+                results[index] = features[place, : items[index].tokens].copy()
 
         for size, members in groups.items():
             for start in range(0, len(members), self.devices):
@@ -119,6 +122,8 @@ class Encoder:
 
     def run(self, patches_INP, grids_I3) -> jax.Array:
         """Features [I, size / merge area, D] on the devices, of what `stage` made."""
+        if self._items is not None:
+            patches_INP, grids_I3 = jax.device_put((patches_INP, grids_I3), self._items)
         return self._program(self._leaves, patches_INP, grids_I3)
 
     def warm_up(self, sizes: Sequence[tuple[int, int, int]]) -> None:

@@ -98,7 +98,8 @@ def frames_of(source: Any, name: str) -> tuple[int, Iterator[Image.Image]]:
         raise InputError(f"{name}: a {type(source).__name__} is no image")
     with contextlib.ExitStack() as stack:
         stack.enter_context(file)  # closed on an error here, else when the frames are used up
-        image = stack.enter_context(_open(file, name))
+        image = _open(file, name)
+        stack.callback(image.close)
         count = _count(image, name)
         return count, _frames(image, count, name, stack.pop_all())
 
@@ -126,10 +127,10 @@ def _frames(
                 # The picture of a file is turned in place: its copy replaces it.
                 if count == 1 and stack is not None:
                     _upright(image)
-            picture = to_rgb(image, name)
-            if count == 1 and stack is not None and picture is not image:
+            converted = [to_rgb(image, name)]
+            if count == 1 and stack is not None and converted[0] is not image:
                 stack.close()  # frees the pixels that were converted
-            yield picture
+            yield converted.pop()  # the caller alone holds it, and drops it once it is resized
 
 
 def _open(file: BinaryIO, name: str) -> Image.Image:

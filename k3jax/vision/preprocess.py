@@ -176,7 +176,9 @@ def _video(
     size: tuple[int, int] | None = None
     group: list[np.ndarray] = []
     resized, grid = (0, 0), (0, 0, 0)
-    for number, frame in enumerate(frames):
+    number = -1
+    for frame in frames:  # not enumerate: it would keep the previous frame alive
+        number += 1
         if size is None:
             size = frame.size
             resized = resize_rule(*size, config, together)
@@ -192,8 +194,9 @@ def _video(
                 f"{name}: frame {number} has {frame.size[0]} x {frame.size[1]} pixels, frame 0 has "
                 f"{size[0]} x {size[1]}"
             )
-        group.append(_patches(frame, resized, grid, config))
-        del frame
+        if frame.size != resized:
+            frame = frame.resize(resized, files.pillow().Resampling.BICUBIC)
+        group.append(_patches(frame, grid, config))
         if len(group) == together or number == count - 1:
             patches_NP = group[0] if len(group) == 1 else np.concatenate(group)
             shape = (len(group), grid[1], grid[2])
@@ -202,17 +205,14 @@ def _video(
     return items
 
 
-def _patches(
-    image: Image.Image, size: tuple[int, int], grid: tuple[int, int, int], config: VisionConfig
-) -> np.ndarray:
-    """uint8 [h*w, 3 * patch^2] of one picture."""
-    if image.size != size:
-        image = image.resize(size, files.pillow().Resampling.BICUBIC)
+def _patches(image: Image.Image, grid: tuple[int, int, int], config: VisionConfig) -> np.ndarray:
+    """uint8 [h*w, 3 * patch^2] of one resized picture."""
     _, h, w = grid
     side = config.patch_size
+    pixels = np.asarray(image)
     padded = np.zeros((h * side, w * side, 3), np.uint8)
-    padded[: size[1], : size[0]] = (
-        over_chessboard(np.asarray(image)) if image.mode == "RGBA" else np.asarray(image)
+    padded[: image.height, : image.width] = (
+        over_chessboard(pixels) if image.mode == "RGBA" else pixels
     )
     tiles = padded.reshape(h, side, w, side, 3).transpose(0, 2, 4, 1, 3)
     return tiles.reshape(h * w, -1)

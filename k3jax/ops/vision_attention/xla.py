@@ -39,7 +39,8 @@ def xla(q_NHD, k_NHD, v_NHD, length, *, scale, query_block, key_block):
     def block(q_BMHD, live_BM):
         return jax.lax.cond(live_BM.any(), attend, jnp.zeros_like, q_BMHD)
 
-    return blocks.over_queries(block, query_block, (q_NHD[None], live_N[None]), (0, False))[0]
+    out_BNHD = blocks.over_queries(block, query_block, (q_NHD[None], live_N[None]), (0, False))
+    return jnp.where(live_N[:, None, None], out_BNHD[0], 0)
 
 
 def cudnn(q_NHD, k_NHD, v_NHD, length, *, scale):
