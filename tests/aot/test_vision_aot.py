@@ -35,7 +35,7 @@ def device():
 def test_compiles_for_v5p(device, patches):
     config = Config.preset("kimi-k3").vision
     assert config is not None
-    graphdef, state = nnx.split(VisionTower.abstract(config))
+    graphdef, state = nnx.split(VisionTower.abstract(config, implementation="xla"))
     place = SingleDeviceSharding(device)
 
     def there(leaf):

@@ -85,4 +85,4 @@ def test_refused():
 
 def test_choice_has_a_reason():
     form, reason = vision_attention.choose(inputs()[0])
-    assert (form, reason) == ("xla", "not on a GPU")
+    assert (form, reason) == ("xla", "not on an NVIDIA GPU")

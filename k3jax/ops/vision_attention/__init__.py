@@ -73,9 +73,13 @@ def attend(
 
 
 def choose(q_NHD: jax.Array) -> tuple[str, str]:
-    """The form "auto" takes for these queries, and why."""
-    if jax.default_backend() != "gpu":
-        return "xla", "not on a GPU"
+    """The form "auto" takes for these queries on the default device, and why.
+
+    A program compiled ahead of time for another device should name its form.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return "xla", "not on an NVIDIA GPU"
     if q_NHD.dtype != jnp.bfloat16 or q_NHD.shape[-1] % 8 or q_NHD.shape[-1] > 128:
         return "xla", f"cuDNN does not take {q_NHD.dtype} heads of {q_NHD.shape[-1]}"
-    return "cudnn", "bfloat16 on a GPU"
+    return "cudnn", "bfloat16 on an NVIDIA GPU"
