@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def scene(width: int = 430, height: int = 300) -> Image.Image:
-    y, x = np.mgrid[0:height, 0:width]
+    y = np.mgrid[0:height, 0:width][0]
     sky = np.stack([90 + y // 3, 150 + y // 4, 230 - y // 5], -1)
     image = Image.fromarray(
         np.where((y > 0.7 * height)[..., None], [90, 140, 60], sky).astype("u1")

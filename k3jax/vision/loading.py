@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3jax import checkpoint
-from k3jax.checkpoint import names
-from k3jax.checkpoint.plan import INDEX
+from k3jax.checkpoint import names, safetensors
+from k3jax.checkpoint.plan import INDEX, SINGLE
 from k3jax.config import Config
 from k3jax.layers.vision import VisionTower
 from k3jax.vision.encoder import Encoder
@@ -18,11 +18,15 @@ from k3jax.vision.preprocess import vision_of
 
 
 def has_vision(directory: str | Path, config: Config) -> bool:
-    """Whether the index names vision tensors. The index must have been checked by a load."""
-    path = Path(directory) / INDEX
-    if config.vision is None or not path.is_file():
+    """Whether vision tensors are stored there. The files must have been checked by a load."""
+    index, single = Path(directory) / INDEX, Path(directory) / SINGLE
+    if config.vision is None:
         return False
-    return any(map(names.is_vision, json.loads(path.read_text(encoding="utf-8"))["weight_map"]))
+    if index.is_file():
+        stored = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    else:
+        stored = safetensors.read_header(single)
+    return any(map(names.is_vision, stored))
 
 
 def load_encoder(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import GOLDEN, copy, edit_config, edit_tensor, read_all, write_all
+from checkpoint_files import GOLDEN, INDEX, copy, edit_config, edit_tensor, read_all, write_all
 from flax import nnx
 
 import k3jax
@@ -93,6 +93,15 @@ def test_text_only(folder):
     assert not has_vision(folder, config)
     with pytest.raises(InputError, match="text-only model"):
         load_encoder(folder, config)
+
+
+def test_a_single_file_without_index(folder):
+    tensors = {name: t for file in read_all(folder).values() for name, t in file.items()}
+    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+        path.unlink()
+    write_all(folder, {"model.safetensors": tensors}, index=False)
+    model, _ = k3jax.load(folder, tokenizer=False)
+    assert model.vision is not None
 
 
 def test_a_missing_and_a_misshapen_tensor(folder):

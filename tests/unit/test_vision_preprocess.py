@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import zlib
 
@@ -335,4 +334,3 @@ def test_limits_are_what_the_memory_allows():
         assert math.prod((cost, files.WORKING_BYTES // cost)) < 500e6
     assert files.WORKING_BYTES // files.PLAIN > MAX * MAX  # the largest square the rule keeps
     assert files.WORKING_BYTES // files.BY_FORMAT["JPEG"] > 48e6  # cameras of phones
-    assert len(list(itertools.product(SIDES, SIDES))) == 121
