@@ -124,9 +124,8 @@ def _frames(
                 if count > 1:
                     image.seek(frame)
                 image.load()
-                # The picture of a file is turned in place: its copy replaces it.
-                if count == 1 and stack is not None:
-                    _upright(image)
+                if count == 1:
+                    image = _upright(image, in_place=stack is not None)
             converted = [to_rgb(image, name)]
             if count == 1 and stack is not None and converted[0] is not image:
                 stack.close()  # frees the pixels that were converted
@@ -190,13 +189,16 @@ def _has_alpha(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF orientation says. EXIF data that cannot be read turns nothing."""
+def _upright(image: Image.Image, *, in_place: bool) -> Image.Image:
+    """Turned as its EXIF orientation says; in place, the copy replaces the picture.
+
+    EXIF data that cannot be read turns nothing.
+    """
     from PIL import ImageOps
 
     with contextlib.suppress(Exception):
         if image.getexif().get(0x0112, 1) != 1:
-            ImageOps.exif_transpose(image, in_place=True)
+            return ImageOps.exif_transpose(image, in_place=in_place) or image
     return image
 
 

@@ -153,6 +153,8 @@ class TestModes:
         got = one(encoded(image, exif=exif))
         assert (got.width, got.height) == want.size
         assert got.digest == one(want).digest
+        assert one(turned).digest == got.digest
+        assert turned.size == image.size  # the caller's picture stays as it is
 
     def test_broken_exif_turns_nothing(self):
         data = encoded(picture(), exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
@@ -188,6 +190,16 @@ class TestVideo:
         if kind != "GIF":  # 256 colours
             want = read([frames], CONFIG)
             assert [i.digest for i in items] == [i.digest for i in want] * 2
+
+    def test_a_transparent_animation(self):
+        frames = []
+        for shift in (0, 7, 14):
+            frame = Image.new("RGBA", (40, 30))
+            frame.paste((200, 30, 60, 255), (shift, 5, shift + 9, 20))
+            frames.append(frame)
+        data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:], disposal=2)
+        (got,), (want,) = read([data], CONFIG), read([frames], CONFIG)
+        assert got.digest == want.digest
 
     def test_pages_and_stereo_pictures_are_no_video(self, tmp_path):
         first, second = picture(seed=1), picture(seed=2)
@@ -279,6 +291,24 @@ class TestRefused:
                 read([source], CONFIG)
             assert str(caught.value).startswith(called + ": ")
             assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("kind", files.FORMATS)
+    def test_any_damage_is_an_error_or_an_image(self, kind):
+        """Bytes changed at random: an item or one InputError, never another exception."""
+        draw = np.random.default_rng(0)
+        options = {"save_all": True, "append_images": [picture(seed=2)]}
+        data = encoded(picture(seed=1), kind, **options if kind in files.ANIMATED else {})
+        refused = []
+        for _ in range(150):
+            broken = bytearray(data)
+            for _ in range(draw.integers(1, 5)):
+                broken[draw.integers(0, min(len(data), 300))] = draw.integers(0, 256)
+            try:
+                read([bytes(broken)], CONFIG)
+            except InputError as error:
+                refused.append(str(error))
+        assert len(refused) >= 5  # a GIF takes nearly anything
+        assert not any("\n" in message for message in refused)
 
     def test_no_file(self, tmp_path):
         for path, why in ((tmp_path / "none.png", "no such file"), (tmp_path, "is a folder")):
