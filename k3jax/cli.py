@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from k3jax.commands.convert import Convert
 from k3jax.commands.generate import Generate
 from k3jax.commands.inspect import Inspect
 from k3jax.commands.logits import Logits
@@ -16,7 +17,13 @@ from k3jax.errors import K3Error
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
-_COMMANDS = {"generate": Generate, "inspect": Inspect, "logits": Logits, "train": Train}
+_COMMANDS = {
+    "convert": Convert,
+    "generate": Generate,
+    "inspect": Inspect,
+    "logits": Logits,
+    "train": Train,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,31 +6,36 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
-from k3jax import checkpoint
+from k3jax import checkpoint, programs
+from k3jax.checkpoint.tree import normal
 from k3jax.config import Config, resolve
 from k3jax.model import Transformer
 from k3jax.runtime import Model
 from k3jax.vision.loading import has_vision, load_encoder
+from sharding import Layout, make_mesh, resolve
 
 
 def load(
     source: str | Path,
     *,
     dtype=jnp.bfloat16,
-    shardings=None,
-    layers=None,
-    tokenizer=True,
+    layout: Layout | str | Path | None = None,
+    mesh: Mesh | None = None,
+    layers: int | None = None,
+    tokenizer: bool = True,
     vision: bool | None = None,
 ):
-    """Load a checkpoint in Moonshot's format.
+    """Load a checkpoint in Moonshot's format, or one that `k3jax convert` wrote.
 
     Args:
       source: a folder, or a preset that ships weights ("nano").
       dtype: of parameters and activations; what is float32 by definition stays float32, experts
         stay packed.
-      shardings: ``f(path, shape, axes) -> jax.sharding.Sharding``, for arrays spread over devices;
-        None puts everything on the default device.
+      layout: how the model is spread over devices: a `sharding.Layout`, its file, or the name of a
+        shipped one. Each process reads only what its devices hold. None: the default device.
+      mesh: the layout's mesh; `sharding.make_mesh` of all devices if None.
       layers: load only the first so many layers.
       tokenizer: False skips the tokenizer and returns None in its place.
       vision: True loads the vision tower too and fails where there is none, False skips it; None
@@ -38,7 +43,8 @@ def load(
     Returns:
       (`Model`, `Tokenizer`).
     Raises:
-      ConfigError, CheckpointError: see `k3jax.checkpoint.safetensors.load`.
+      ConfigError, CheckpointError: see `k3jax.checkpoint.load`.
+      LayoutError: the layout is not legal, or the model does not divide over it; nothing is read.
     """
     directory = resolve(source)
     config = Config.from_hf(directory)
@@ -48,12 +54,32 @@ def load(
 
         words = Tokenizer.load(directory, config)
     kept = config if layers is None else config.truncated(layers)
-    graphdef, state = nnx.split(Transformer.abstract(kept, dtype))
-    params = checkpoint.load(
+    module = Transformer.abstract(kept, dtype)
+    graphdef, state = nnx.split(module)
+    shardings = None
+    if layout is not None:
+        layout = layout if isinstance(layout, Layout) else Layout.load(layout)
+        programs.check(kept, module, layout)
+        mesh = mesh or make_mesh(layout)
+        shardings = _shardings(state, layout, mesh)
+    params = checkpoint.read(
         directory, nnx.to_pure_dict(state), config, dtype=dtype, shardings=shardings, layers=layers
     )
     nnx.replace_by_pure_dict(state, params)
-    model = Model(nnx.merge(graphdef, state))
+    model = Model(nnx.merge(graphdef, state), layout=layout, mesh=mesh)
     if vision or (vision is None and layers is None and has_vision(directory, config)):
-        model.vision = load_encoder(directory, config, dtype=dtype, layers=layers)
+        # Each process encodes on its own devices, so that all have the features.
+        devices = None if mesh is None else mesh.local_devices
+        model.vision = load_encoder(directory, config, dtype=dtype, layers=layers, devices=devices)
     return model, words
+
+
+def _shardings(state: nnx.State, layout: Layout, mesh: Mesh):
+    """Where the loader puts each parameter: ``(path, shape, axes) -> Sharding``."""
+    axes = {normal(path): variable.axes for path, variable in nnx.to_flat_state(state)}
+
+    def sharding(path, shape, _):
+        leaf = resolve.Leaf(shape, None, axes[normal(path)])
+        return resolve.sharding(mesh, layout, leaf)
+
+    return sharding

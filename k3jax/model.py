@@ -10,7 +10,10 @@ from k3jax.cache.state import CacheArrays
 from k3jax.config import Config
 from k3jax.layers.decoder import DecoderLayer, Depth, DepthRead
 from k3jax.layers.norms import rms_norm
-from k3jax.layers.params import Maker, linear
+from k3jax.layers.params import Maker, linear, whole
+from k3jax.layers.tokens import Tokens
+from sharding import collectives
+from sharding.parallel import SINGLE, Parallel
 
 COLLECTABLE = {
     "hidden": ("hidden",),
@@ -73,38 +76,54 @@ class Transformer(nnx.Module):
         return cls(config, None, dtype=dtype, **options)
 
     def embed_tokens(
-        self, tokens_BT: jax.Array, features_BTD: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        tokens: Tokens | None = None,
+        features_BTD: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T] ids -> [B, T, D]. An id outside the vocabulary gives NaN, never a wrong row.
+        """[B, T] ids -> [B, T, D], or the owned part of it when ``tokens`` says which.
 
-        Where an id is the image placeholder, the row of ``features_BTD`` stands in its place.
+        An id outside the vocabulary gives NaN, never a wrong row. Where an id is the image
+        placeholder, the row of ``features_BTD`` stands in its place.
         """
-        rows = self.embed[...].at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
-        # Negative ids wrap in a gather before its mode is consulted.
-        rows = jnp.where((tokens_BT >= 0)[..., None], rows, jnp.array(jnp.nan, rows.dtype))
-        rows = rows.astype(self.compute_dtype)
+        table = self.embed[...]
+        legal = (tokens_BT >= 0) & (tokens_BT < self.config.vocab_size)
+        rows = tokens_BT
+        if split := tokens is not None and "vocab" in tokens.parallel.split:
+            rows = tokens_BT - collectives.index(tokens.parallel.tensor) * table.shape[0]
+        elif tokens is not None:
+            rows, legal = tokens.own(tokens_BT), tokens.own(legal)
+        here = (rows >= 0) & (rows < table.shape[0])
+        x = jnp.where(here[..., None], table[jnp.where(here, rows, 0)], 0)
+        x = jnp.where(legal[..., None], x, jnp.nan).astype(self.compute_dtype)
+        x = tokens.reduce(x) if split and tokens is not None else x
         if features_BTD is None:
-            return rows
-        image = (tokens_BT == self.config.media_token_id)[..., None]
-        return jnp.where(image, features_BTD.astype(rows.dtype), rows)
+            return x
+        image_BT = tokens_BT == self.config.media_token_id
+        if tokens is not None:
+            image_BT, features_BTD = tokens.own(image_BT), tokens.own(features_BTD)
+        return jnp.where(image_BT[..., None], features_BTD.astype(x.dtype), x)
 
     def backbone(
         self,
         embedding_BTD: jax.Array,
-        positions_BT: jax.Array,
+        positions_BT: jax.Array | Tokens,
         cache: CacheArrays | None = None,
         collect: tuple[str, ...] = (),
     ) -> tuple[Depth, CacheArrays | None, dict[str, jax.Array]]:
         """All layers, without the output mix.
 
         Args:
-          embedding_BTD: what enters layer 0, source 0 of every depth mix.
-          positions_BT: -1 for padding, which must stand at the end of a row.
+          embedding_BTD: what enters layer 0, source 0 of every depth mix, of owned tokens.
+          positions_BT: -1 for padding, which must stand at the end of a row; or `Tokens`.
           cache: None attends within the call only.
           collect: names from `COLLECTABLE`.
         Returns:
           (depth, cache, aux: each collected array stacked over the layers that have it).
         """
+        tokens = positions_BT
+        if not isinstance(tokens, Tokens):
+            tokens = Tokens.of(tokens, SINGLE)
         names = {n for kind in collect for n in COLLECTABLE[kind]}
         depth = Depth.start(embedding_BTD, self.config.num_blocks)
         rows: list[dict] = []
@@ -112,8 +131,12 @@ class Transformer(nnx.Module):
         def run(layer, depth, cache, slot=None):
             call = jax.checkpoint(_call, static_argnums=(0,)) if self.remat else _call
             graphdef, state = nnx.split(layer)
-            depth, cache, aux = call(graphdef, state, depth, cache, positions_BT, slot)
-            return depth, cache, {n: a for n, a in aux.items() if n in names}
+            depth, cache, aux = call(graphdef, state, depth, cache, tokens, slot)
+            return depth, cache, {
+                n: a if n == "selected" else tokens.gather(a)[0]
+                for n, a in aux.items()
+                if n in names
+            }
 
         def run_all(layers, depth, caches, slot=None):
             new_caches, auxes = [], []
@@ -131,13 +154,13 @@ class Transformer(nnx.Module):
 
         period = caches_of("period", self.period)
         if len(self.period):
-            graphdef, state = nnx.split(self.period)
+            # Packed experts stay outside: a scan would copy each layer's out of their stack.
+            graphdef, experts, state = nnx.split(self.period, _is_packed_expert, ...)
 
             def body(carry, x):
                 depth, caches = carry
                 layer_state, slot = x
-                slot = None if cache is None else slot
-                layers = nnx.merge(graphdef, layer_state)
+                layers = nnx.merge(graphdef, experts, layer_state)
                 depth, caches, auxes = run_all(layers, depth, caches, slot)
                 return (depth, caches), auxes
 
@@ -155,9 +178,17 @@ class Transformer(nnx.Module):
             if any(n in row for row in rows)
         }
         if cache is not None:
-            used = jnp.sum(positions_BT >= 0, axis=1, dtype=jnp.int32)
+            used = jnp.sum(tokens.positions_BT >= 0, axis=1, dtype=jnp.int32)
             cache = CacheArrays(cache.lengths_B + used, head, period, tail)
         return depth, cache, aux
+
+    def _gathered(self, parallel: Parallel) -> Transformer:
+        """This model with what stands outside its layers complete along ``embed``."""
+        if not parallel.embed:
+            return self
+        inside = lambda path, value: path[0] in ("head", "period", "tail")  # noqa: E731
+        graphdef, layers, rest = nnx.split(self, inside, ...)
+        return nnx.merge(graphdef, layers, whole(rest, parallel.embed))
 
     def final_hidden(self, depth: Depth) -> jax.Array:
         """Output mix and final norm, [B, T, D]."""
@@ -180,6 +211,7 @@ class Transformer(nnx.Module):
         embeddings_BTD: jax.Array | None = None,
         lengths_B: jax.Array | None = None,
         collect: tuple[str, ...] | None = None,
+        parallel: Parallel = SINGLE,
     ):
         """Logits of every position, without a cache.
 
@@ -188,18 +220,25 @@ class Transformer(nnx.Module):
           lengths_B: real tokens of each row, which stand first; T if None. What stands after them
             may be anything, NaN included.
           collect: names from `COLLECTABLE`; adds a dict of arrays to the result.
+          parallel: roles of the mesh axes, inside a `shard_map`; shapes are this device's then.
         Returns:
           [B, T, V] float32, or (logits, aux) when ``collect`` is given.
         """
         if (tokens_BT is None) == (embeddings_BTD is None):
             raise ValueError("give either tokens_BT or embeddings_BTD")
-        x = embeddings_BTD if tokens_BT is None else self.embed_tokens(tokens_BT)
-        assert x is not None
-        positions_BT = positions(jnp.zeros((x.shape[0],), jnp.int32), x.shape[1], lengths_B)
-        depth, _, aux = self.backbone(
-            x.astype(self.compute_dtype), positions_BT, None, collect or ()
-        )
-        logits = self.logits(self.final_hidden(depth))
+        self = self._gathered(parallel)
+        given = tokens_BT if embeddings_BTD is None else embeddings_BTD
+        assert given is not None
+        B, T = given.shape[:2]
+        tokens = Tokens.of(positions(jnp.zeros((B,), jnp.int32), T, lengths_B), parallel)
+        with jax.named_scope("embedding"):
+            if embeddings_BTD is None:
+                x = self.embed_tokens(given, tokens)
+            else:
+                x = tokens.own(embeddings_BTD).astype(self.compute_dtype)
+        depth, _, aux = self.backbone(x, tokens, None, collect or ())
+        with jax.named_scope("head"):
+            logits = self.logits(tokens.gather(self.final_hidden(depth))[0])
         return logits if collect is None else (logits, aux)
 
     def extend(
@@ -207,6 +246,7 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         cache: CacheArrays,
         lengths_B: jax.Array | None = None,
+        parallel: Parallel = SINGLE,
         features_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheArrays]:
         """Append tokens to a cache; prefill and decode are this with T > 1 and T = 1.
@@ -217,27 +257,33 @@ class Transformer(nnx.Module):
           (float32 logits [B, V] after each row's last real token, the cache). A row of length 0
           leaves its cache as it was; its logits mean nothing.
         """
-        positions_BT = positions(cache.lengths_B, tokens_BT.shape[1], lengths_B)
-        embedding_BTD = self.embed_tokens(tokens_BT, features_BTD)
-        depth, after, _ = self.backbone(embedding_BTD, positions_BT, cache)
+        self = self._gathered(parallel)
+        B, T = tokens_BT.shape
+        tokens = Tokens.of(positions(cache.lengths_B, T, lengths_B), parallel)
+        with jax.named_scope("embedding"):
+            x = self.embed_tokens(tokens_BT, tokens, features_BTD)
+        depth, after, _ = self.backbone(x, tokens, cache)
         assert after is not None
-        if lengths_B is not None:
-            depth = _only_row(depth, jnp.maximum(lengths_B - 1, 0))
-        elif tokens_BT.shape[1] > 1:
-            depth = _only_row(depth, jnp.full(tokens_BT.shape[:1], tokens_BT.shape[1] - 1))
-        return self.logits(self.final_hidden(depth))[:, 0], after
+        last_B = jnp.full((B,), T - 1, jnp.int32) if lengths_B is None else lengths_B - 1
+        last_B = jnp.maximum(last_B, 0)
+        with jax.named_scope("head"):
+            # One token a sequence: the output mix and the head run on [B, 1, D].
+            bank = tokens.last(depth.bank_NBTD, last_B)[:, :, None]
+            partial = tokens.last(depth.partial_BTD, last_B)[:, None]
+            hidden = self.final_hidden(Depth(bank, partial, depth.count, depth.layer))[:, 0]
+            return self.logits(tokens.complete(hidden, last_B)), after
 
 
-def _call(graphdef, state, depth, cache, positions_BT, slot):
-    return nnx.merge(graphdef, state)(depth, cache, positions_BT, slot)
+EXPERT_WEIGHTS = ("w13_codes", "w13_scales", "w2_codes", "w2_scales")
 
 
-def _only_row(depth: Depth, row_B: jax.Array) -> Depth:
-    """Keep one token a sequence, so that the output mix and the head run on [B, 1, D]."""
-    take = row_B[:, None, None]
-    bank = jnp.take_along_axis(depth.bank_NBTD, take[None], axis=2)
-    partial = jnp.take_along_axis(depth.partial_BTD, take, axis=1)
-    return Depth(bank, partial, depth.count, depth.layer)
+def _is_packed_expert(path, value) -> bool:
+    return path[-1] in EXPERT_WEIGHTS
+
+
+def _call(graphdef, state, depth, cache, tokens: Tokens, slot):
+    state = whole(state, tokens.parallel.embed)
+    return nnx.merge(graphdef, state)(depth, cache, tokens, slot)
 
 
 def positions(start_B: jax.Array, length: int, lengths_B: jax.Array | None) -> jax.Array:

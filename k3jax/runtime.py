@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3jax import programs
 from k3jax.cache import state as cache_state
 from k3jax.config import Config
 from k3jax.errors import InputError
 from k3jax.model import Transformer
+from sharding import Layout, make_mesh
 
 MIN_TOKENS = 16  # smallest prefill bucket
 MIN_CACHE = 64  # smallest cache bucket
@@ -60,6 +64,10 @@ class Model:
     Args:
       module: a `Transformer` whose leaves are arrays.
       donate: let a call reuse the memory of the cache it is given.
+      layout: how the model is spread; the module's arrays must lie as it says. None: one device.
+      mesh: the layout's mesh (`sharding.make_mesh`).
+    Raises:
+      LayoutError: the model does not divide over the layout.
 
     Attributes:
       vision: a `k3jax.vision.Encoder`, or None for text only.
@@ -67,35 +75,30 @@ class Model:
 
     vision: Any = None
 
-    def __init__(self, module: Transformer, *, donate: bool = True):
+    def __init__(
+        self,
+        module: Transformer,
+        *,
+        donate: bool = True,
+        layout: Layout | None = None,
+        mesh: Mesh | None = None,
+    ):
         graphdef, state = nnx.split(module)
         leaves, treedef = jax.tree.flatten(state)
         self._leaves = tuple(leaves)
         self.config: Config = module.config
         self.dtype = module.compute_dtype
-
-        def bind(method):
-            def call(leaves, *args, **kwargs):
-                module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-                return method(module, *args, **kwargs)
-
-            return call
-
-        def forward(module, tokens_BT, embeddings_BTD, lengths_B, collect):
-            return module(
-                tokens_BT, embeddings_BTD=embeddings_BTD, lengths_B=lengths_B, collect=collect
-            )
-
-        def prefill(module, arrays, tokens_BT, lengths_B, features_BTD):
-            return module.extend(tokens_BT, arrays, lengths_B, features_BTD)
-
-        def decode(module, arrays, tokens_B):
-            return module.extend(tokens_B[:, None], arrays)
-
+        self.layout, self.mesh = layout, mesh
+        if layout is not None:
+            programs.check(self.config, module, layout)
+            mesh = mesh or make_mesh(layout)
+            self.mesh = mesh
+        steps = programs.Programs.of(module, layout, mesh)
         donated = (1,) if donate else ()
-        self._forward = jax.jit(bind(forward), static_argnames=("collect",))
-        self._prefill = jax.jit(bind(prefill), donate_argnums=donated)
-        self._decode = jax.jit(bind(decode), donate_argnums=donated)
+        self._batch = steps.batch
+        self._forward = jax.jit(steps.forward, static_argnames=("collect",))
+        self._prefill = jax.jit(steps.prefill, donate_argnums=donated)
+        self._decode = jax.jit(steps.decode, donate_argnums=donated)
         self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
 
     @property
@@ -139,9 +142,12 @@ class Model:
             embeddings_BTD = _pad(embeddings_BTD, bucket(T, MIN_TOKENS))
         lengths = self._lengths(lengths_B, B, T)
         logits, aux = self._forward(
-            self._leaves, tokens_BT, embeddings_BTD, lengths, collect=tuple(sorted(collect))
+            self._leaves,
+            *map(self._place, (tokens_BT, embeddings_BTD, lengths)),
+            collect=tuple(sorted(collect)),
         )
-        return logits[:, :T], {name: a[:, :, :T] for name, a in aux.items()}
+        logits, aux = self._everywhere((logits, aux))
+        return logits[:B, :T], {name: a[:, :B, :T] for name, a in aux.items()}
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """An empty cache for ``batch`` rows of ``max_length`` tokens, rounded up to a bucket."""
@@ -151,8 +157,13 @@ class Model:
         if not 1 <= max_length <= limit:
             raise InputError(f"max_length={max_length}: 1 to {limit} (max_position_embeddings)")
         size = min(bucket(max_length, MIN_CACHE), max(limit, MIN_CACHE))
-        arrays = cache_state.empty(self.config, batch, size, self.dtype)
-        return Cache(arrays, np.zeros((batch,), np.int32), size)
+        rows, size = programs.padded(self.layout, batch, size)
+        empty = functools.partial(cache_state.empty, self.config, rows, size, self.dtype)
+        if self.layout is not None:
+            specs = programs.cache_specs(self.config, self.layout)
+            places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+            empty = jax.jit(empty, out_shardings=places)
+        return Cache(empty(), np.zeros((batch,), np.int32), size)
 
     def encode_images(self, images) -> list[np.ndarray]:
         """[tokens, D] features of each image, in the model dtype; rows for `prefill`.
@@ -200,7 +211,9 @@ class Model:
             rows = None
             if features_BTD is not None:
                 rows = _pad(features_BTD[:, start : start + PREFILL_CHUNK], size)
-            new, arrays = self._prefill(self._leaves, arrays, _pad(piece, size), here, rows)
+            inputs = map(self._place, (_pad(piece, size), here, rows))
+            new, arrays = self._prefill(self._leaves, arrays, *inputs)
+            new = self._everywhere(new)[:B]
             logits = new if logits is None else jnp.where((here > 0)[:, None], new, logits)
         assert logits is not None  # T is at least 1
         return logits, Cache(arrays, after, cache.max_length)
@@ -216,8 +229,28 @@ class Model:
         B = tokens_B.shape[0]
         self._check_room(cache, B, np.ones((B,), np.int32))
         after = cache.lengths_B + 1
-        logits, arrays = self._decode(self._leaves, cache.consume(), tokens_B)
-        return logits, Cache(arrays, after, cache.max_length)
+        lengths = None if self.layout is None else self._place(np.ones((B,), np.int32))
+        tokens_B = self._place(tokens_B)
+        logits, arrays = self._decode(self._leaves, cache.consume(), tokens_B, lengths)
+        return self._everywhere(logits)[:B], Cache(arrays, after, cache.max_length)
+
+    def _place(self, array):
+        """An input with a leading batch, on the layout's devices; rows added to divide are zeros."""
+        if self.layout is None or array is None:
+            return array
+        rows, _ = programs.padded(self.layout, array.shape[0], 1)
+        widths = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
+        sharding = NamedSharding(self.mesh, self._batch)
+        if isinstance(array, jax.Array):  # a sampled token stays on the devices
+            return jax.device_put(jnp.pad(array, widths), sharding)
+        array = np.pad(array, widths)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def _everywhere(self, results):
+        """Results complete on every device, so that each process can read and sample them."""
+        if self.layout is None:
+            return results
+        return jax.device_put(results, NamedSharding(self.mesh, PartitionSpec()))
 
     def _tokens(self, tokens, rank: int) -> np.ndarray:
         tokens = np.asarray(tokens)

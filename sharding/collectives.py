@@ -8,6 +8,7 @@ communicates is read off its jaxpr (`sharding.report`), never declared beside th
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Axes = tuple[str, ...]
@@ -51,3 +52,58 @@ def all_max(x: jax.Array, axes: Axes) -> jax.Array:
 def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
     """Part i of dimension ``split`` goes to device i; what arrives is joined along ``join``."""
     return lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
+
+
+def ragged_all_to_all(
+    rows: jax.Array,
+    buffer: jax.Array,
+    input_offsets_P: jax.Array,
+    send_sizes_P: jax.Array,
+    output_offsets_P: jax.Array,
+    recv_sizes_P: jax.Array,
+    axes: Axes,
+) -> jax.Array:
+    """Slices of ``rows``, one a device, written into the devices' ``buffer``; see ``jax.lax``.
+
+    ``send_sizes_P[i]`` rows from ``input_offsets_P[i]`` on go to device i, which finds them from
+    row ``output_offsets_P[i]`` of its buffer on. ``recv_sizes_P[i]`` rows come from device i.
+    Offsets and sizes are int32, and slices in a buffer must not overlap.
+
+    XLA:CPU has no such collective, so there all rows are gathered and each device picks its own,
+    with the same result. The mesh under the `shard_map` says which it is, while tracing, so that
+    the jaxpr holds one of the two and lowering for a described TPU holds the real one.
+
+    On GPUs, XLA's one-shot form of it is known to crash above 32 ranks (openxla/xla#47283).
+    """
+    if not axes:
+        return _place(rows, buffer, input_offsets_P, send_sizes_P, output_offsets_P)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.device_kind != "cpu":
+        return lax.ragged_all_to_all(
+            rows,
+            buffer,
+            input_offsets_P,
+            send_sizes_P,
+            output_offsets_P,
+            recv_sizes_P,
+            axis_name=axes,
+        )
+    table_P3 = jnp.stack([input_offsets_P, send_sizes_P, output_offsets_P], axis=1)
+    table_P3 = all_to_all(table_P3, axes, 0, 0)  # row i: what device i does to this one
+    from_device_P = jnp.arange(size(axes), dtype=jnp.int32) * rows.shape[0]
+    return _place(
+        all_gather(rows, axes, 0),
+        buffer,
+        from_device_P + table_P3[:, 0],
+        table_P3[:, 1],
+        table_P3[:, 2],
+    )
+
+
+def _place(rows, buffer, begin_S, size_S, target_S) -> jax.Array:
+    """``buffer`` with each slice of ``rows`` written from row ``target_S`` on."""
+    row_M1 = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]
+    inside_MS = (row_M1 >= target_S) & (row_M1 < target_S + size_S)
+    source_M = jnp.where(inside_MS, begin_S + row_M1 - target_S, 0).sum(1)
+    inside_M = inside_MS.any(1).reshape(-1, *(1,) * (rows.ndim - 1))
+    return jnp.where(inside_M, rows[source_M], buffer)

@@ -49,6 +49,16 @@ class CacheArrays:
     tail: tuple
 
 
+AXES = {
+    "lengths_B": ("batch",),
+    "state_BHKV": ("batch", "head_count", "head_dim", "head_dim"),
+    "tails_3BWP": ("qkv", "batch", "conv", "heads"),
+    "latent_BSC": ("batch", "cache_sequence", "kv_cache"),
+    "index_key_BSK": ("batch", "cache_sequence", "index_dim"),
+}
+"""Logical axes of each array; a stack of layers has "layers" before them."""
+
+
 def layer_cache(config: Config, spec: LayerSpec, batch: int, max_length: int, dtype, stack=None):
     """An empty cache of one layer, or of ``stack`` layers of its kind."""
     lead = () if stack is None else (stack,)
@@ -77,6 +87,16 @@ def empty(config: Config, batch: int, max_length: int, dtype) -> CacheArrays:
         period=tuple(one(spec, schedule.num_periods) for spec in schedule.period),
         tail=tuple(one(spec) for spec in schedule.tail),
     )
+
+
+def axes(arrays: CacheArrays) -> CacheArrays:
+    """The logical axes of every array, in the same structure."""
+
+    def one(path, leaf):
+        names = AXES[path[-1].name]
+        return ("layers", *names) if len(leaf.shape) > len(names) else names
+
+    return jax.tree_util.tree_map_with_path(one, arrays)
 
 
 def read(stack: jax.Array, slot) -> jax.Array:

@@ -14,6 +14,7 @@ from k3jax.layers.global_attention import GlobalAttention
 from k3jax.layers.kda import KimiDeltaAttention
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.params import Maker
+from k3jax.layers.tokens import Tokens
 from k3jax.ops import attention_residuals
 
 
@@ -40,7 +41,7 @@ class DepthRead(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """What flows from layer to layer for the tokens of one call.
+    """What flows from layer to layer for the tokens that this device owns.
 
     Attributes:
       bank_NBTD: embedding and finished block sums; rows from ``count`` on are zeros.
@@ -99,27 +100,33 @@ class DecoderLayer(nnx.Module):
         c = self.config
         return rms_norm(x, weight[...], c.rms_norm_eps, weight_after_cast=c.norm_weight_after_cast)
 
-    def __call__(self, depth: Depth, cache, positions_BT: jax.Array, slot=None):
+    def __call__(self, depth: Depth, cache, tokens: Tokens, slot=None):
         """Args:
-          depth: bank and running sum of the tokens of this call.
+          depth: bank and running sum of owned tokens.
           cache: `KDACache`, `GlobalCache` or None; stacked when ``slot`` is given.
-          positions_BT: [B, T], -1 for padding.
+          tokens: positions and ownership.
+          slot: the period, where caches and packed experts are stacks of periods.
         Returns:
           (depth after the layer, cache, aux arrays by name).
         """
         aux = {}
-        x = self._norm(self.attention_res(depth), self.input_norm)
-        depth = depth.append_at_boundary(self.config.attn_res_block_size)
+        with jax.named_scope("depth"):
+            x = self._norm(self.attention_res(depth), self.input_norm)
+            depth = depth.append_at_boundary(self.config.attn_res_block_size)
         if isinstance(self.attention, KimiDeltaAttention):
-            y, cache = self.attention(x, cache, positions_BT >= 0, slot)
+            with jax.named_scope("kda"):
+                y, cache = self.attention(x, cache, tokens, slot)
         else:
-            y, cache, aux = self.attention(x, cache, positions_BT, slot)
-        depth = depth.add(y)
-        y = self._norm(self.ffn_res(depth), self.post_attention_norm)
+            with jax.named_scope("mla"):
+                y, cache, aux = self.attention(x, cache, tokens, slot)
+        with jax.named_scope("depth"):
+            depth = depth.add(y)
+            y = self._norm(self.ffn_res(depth), self.post_attention_norm)
         if isinstance(self.ffn, FeedForward):
-            y = self.ffn(y)
+            with jax.named_scope("dense"):
+                y = self.ffn(y, tokens)
         else:
-            y, moe_aux = self.ffn(y)
+            y, moe_aux = self.ffn(y, tokens, slot)
             aux |= moe_aux
         depth = depth.add(y)
         depth = dataclasses.replace(depth, layer=depth.layer + 1)

@@ -9,30 +9,36 @@ from flax import nnx
 from k3jax.config import Config
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.params import Maker, Packed, linear
+from k3jax.layers.tokens import Tokens
 from k3jax.ops import routing
 from k3jax.ops.grouped_matmul import experts
 from k3jax.ops.situ import situ
 from k3jax.quantization import mxfp4
+from sharding import collectives
+from sharding.experts import dispatch
 
 
 class FeedForward(nnx.Module):
     """down(SiTU(gate(x), up(x))): the dense layers and the shared experts."""
 
     def __init__(self, config: Config, width: int, make: Maker, axis: str = "mlp"):
-        self.config = config
+        self.config, self.axis = config, axis
         self.gate_proj = make((width, config.hidden_size), (axis, "embed"))
         self.up_proj = make((width, config.hidden_size), (axis, "embed"))
         self.down_proj = make((config.hidden_size, width), ("embed", axis))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def hidden(self, x_BTD: jax.Array) -> jax.Array:
+        """The activations of this device's columns."""
         c = self.config
-        hidden = situ(
-            linear(x_BTD, self.gate_proj),
-            linear(x_BTD, self.up_proj),
-            c.situ_beta,
-            c.situ_linear_beta,
-        )
-        return linear(hidden, self.down_proj)
+        gate, up = linear(x_BTD, self.gate_proj), linear(x_BTD, self.up_proj)
+        return situ(gate, up, c.situ_beta, c.situ_linear_beta)
+
+    def __call__(self, x_own: jax.Array, tokens: Tokens) -> jax.Array:
+        """Owned tokens [.., D] -> the same."""
+        if self.axis not in tokens.parallel.split:
+            return linear(self.hidden(x_own), self.down_proj)
+        (x_BTD,) = tokens.gather(x_own)
+        return tokens.contract(self.hidden(x_BTD), self.down_proj, x_own.dtype)
 
 
 class LatentMoE(nnx.Module):
@@ -46,11 +52,11 @@ class LatentMoE(nnx.Module):
         self.config = config
         moe, D = config.moe, config.hidden_size
         E, L, F = moe.num_experts, moe.latent_size, moe.intermediate_size
-        self.router = make((E, D), ("experts", "embed"))
-        self.router_bias = make((E,), ("experts",), "zeros", dtype=jnp.float32, kind=Packed)
+        self.router = make((E, D), ("router_experts", "embed"))
+        self.router_bias = make((E,), ("router_experts",), "zeros", dtype=jnp.float32, kind=Packed)
         self.latent_down = make((L, D), ("latent", "embed"))
         self.latent_up = make((D, L), ("embed", "latent"))
-        self.latent_norm = make((L,), ("latent",), "ones")
+        self.latent_norm = make((L,), ("latent_norm",), "ones")
         self.shared = FeedForward(config, moe.shared_size, make, "shared_mlp")
         self.packed = experts == "mxfp4"
         if self.packed:
@@ -79,41 +85,95 @@ class LatentMoE(nnx.Module):
             getattr(self, f"{name}_codes")[...], getattr(self, f"{name}_scales")[...]
         )
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[B, T, D] -> ([B, T, D], {"expert_ids", "expert_weights" [B, T, k], "router_scores"})."""
-        config, moe = self.config, self.config.moe
-        B, T, D = x_BTD.shape
-        x_ND = x_BTD.reshape(B * T, D)
-        ids, weights = routing.route(
-            x_ND,
-            self.router[...],
-            self.router_bias[...],
-            moe.num_experts_per_token,
-            scaling=moe.routed_scaling_factor,
-            renormalize=moe.renormalize,
-            dtype=config.router_dtype,
-        )
-        routed = experts(
-            linear(x_ND, self.latent_down),
-            ids,
-            weights,
-            self._weights("w13"),
-            self._weights("w2"),
-            situ_beta=config.situ_beta,
-            situ_linear_beta=config.situ_linear_beta,
-            implementation="auto" if self.packed else "dense",
-        )
+    def __call__(
+        self, x_own: jax.Array, tokens: Tokens, slot=None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Args:
+          x_own: [.., D], the normed input of owned tokens.
+          tokens: how they travel; padding among them reaches no expert.
+          slot: the layer within packed expert weights that are stacks of layers; None if not.
+        Returns:
+          ([.., D], {"expert_ids", "expert_weights" [.., k], "router_scores" [.., E]}).
+        """
+        config, moe, dtype = self.config, self.config.moe, x_own.dtype
+        lead, D = x_own.shape[:-1], x_own.shape[-1]
+        x_ND = x_own.reshape(-1, D)
+        with jax.named_scope("router"):
+            ids, weights = routing.route(
+                x_ND,
+                self.router[...],
+                self.router_bias[...],
+                moe.num_experts_per_token,
+                scaling=moe.routed_scaling_factor,
+                renormalize=moe.renormalize,
+                dtype=config.router_dtype,
+            )
+        x_BTD = None
+        if tokens.parallel.split & {"latent", "shared_mlp"}:
+            with jax.named_scope("shared"):
+                (x_BTD,) = tokens.gather(x_own)
+        split_latent = "latent" in tokens.parallel.split
+        with jax.named_scope("latent"):
+            if split_latent:
+                z = tokens.exchange(linear(x_BTD, self.latent_down))
+            else:
+                z = linear(x_own, self.latent_down)
+        routed = self._routed(z.reshape(x_ND.shape[0], -1), ids, weights, tokens, slot)
         routed = rms_norm(
-            routed,
+            routed.reshape(*lead, -1),
             self.latent_norm[...],
             config.rms_norm_eps,
             weight_after_cast=config.norm_weight_after_cast,
         )
-        out = linear(routed, self.latent_up).reshape(B, T, D) + self.shared(x_BTD)
-        per_token = lambda a: a.reshape(B, T, -1)  # noqa: E731
+        out = None  # what is complete
+        partial_BTD = None  # what has to be summed over the tensor axes
+        with jax.named_scope("latent"):
+            if split_latent:
+                routed_BTl = tokens.exchange_back(routed)
+                partial_BTD = linear(routed_BTl, self.latent_up, out_dtype=jnp.float32)
+            else:
+                out = linear(routed, self.latent_up)
+        with jax.named_scope("shared"):
+            if "shared_mlp" in tokens.parallel.split:
+                hidden = self.shared.hidden(x_BTD)
+                more_BTD = linear(hidden, self.shared.down_proj, out_dtype=jnp.float32)
+                partial_BTD = more_BTD if partial_BTD is None else partial_BTD + more_BTD
+            else:
+                more = self.shared(x_own, tokens)
+                out = more if out is None else out + more
+            if partial_BTD is not None:
+                more = tokens.reduce(partial_BTD).astype(dtype)
+                out = more if out is None else out + more
         aux = {
-            "expert_ids": per_token(ids),
-            "expert_weights": per_token(weights),
-            "router_scores": per_token(routing.scores(x_ND, self.router[...], config.router_dtype)),
+            "expert_ids": ids.reshape(*lead, -1),
+            "expert_weights": weights.reshape(*lead, -1),
+            "router_scores": routing.scores(x_ND, self.router[...], config.router_dtype).reshape(
+                *lead, -1
+            ),
         }
         return out, aux
+
+    def _routed(self, z_NL, ids_Nk, weights_Nk, tokens: Tokens, slot) -> jax.Array:
+        """The weighted sum of every token's experts, wherever they live; [N, L]."""
+        w13, w2 = self._weights("w13"), self._weights("w2")
+
+        def compute(z, ids, weights, out_dtype=jnp.float32):
+            with jax.named_scope("experts"):
+                return experts(
+                    *(z, ids, weights, w13, w2),
+                    situ_beta=self.config.situ_beta,
+                    situ_linear_beta=self.config.situ_linear_beta,
+                    implementation="auto" if self.packed else "dense",
+                    layer=slot if self.packed else None,
+                    out_dtype=out_dtype,
+                )
+
+        p = tokens.parallel
+        if not p.experts:
+            return compute(z_NL, ids_Nk, weights_Nk, z_NL.dtype)
+        real_N = tokens.own_positions.reshape(-1) >= 0
+        ids_Nk = jnp.where(real_N[:, None], ids_Nk, -1)
+        count = w13.shape[-3] * collectives.size(p.experts)
+        with jax.named_scope("experts"):
+            r_NL = dispatch(p.dispatch, p.experts, z_NL, ids_Nk, weights_Nk, count, compute)
+        return r_NL.astype(z_NL.dtype)

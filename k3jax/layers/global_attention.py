@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.cache.state import GlobalCache, read, write_rows
+from k3jax.cache.state import GlobalCache, write_rows
 from k3jax.config import Config
 from k3jax.layers.norms import layer_norm, rms_norm
 from k3jax.layers.params import Maker, linear
+from k3jax.layers.tokens import Stripe, Tokens
 from k3jax.ops import dsa
-from k3jax.ops.mla import mla
+from k3jax.ops.mla import Spread, mla
+from k3jax.ops.rows import Rows
+from sharding.parallel import SINGLE
 
 
 class Indexer(nnx.Module):
@@ -67,80 +72,141 @@ class GlobalAttention(nnx.Module):
             self.indexer = Indexer(config, make)
 
     def __call__(
-        self, x_BTD: jax.Array, cache: GlobalCache | None, positions_BT: jax.Array, slot=None
+        self, x_own: jax.Array, cache: GlobalCache | None, tokens: Tokens, slot=None
     ) -> tuple[jax.Array, GlobalCache | None, dict[str, jax.Array]]:
         """Args:
-          x_BTD: the normed layer input.
+          x_own: [.., D], the normed layer input of owned tokens.
           cache: of this layer, or of its stack when ``slot`` says which one; None attends within
-            ``x_BTD`` only.
-          positions_BT: position of each token in its sequence, -1 for padding.
+            the call only.
+          tokens: positions and ownership.
         Returns:
-          ([B, T, D], the cache with the new rows, aux). In K3.1 aux holds "selected" [B, T, topk]
-          and, while the indexer trains, what its loss needs: "index_scores", "attention_probs"
-          (summed over heads) and "index_valid", each [B, T, S].
+          (output of owned tokens, the cache with the new rows, aux). In K3.1 aux holds "selected"
+          [B, T, topk] (absent when the cache is striped over devices) and, while the indexer
+          trains, what its loss needs: "index_scores", "attention_probs" (summed over heads) and
+          "index_valid", each [B, T, S].
         """
         config, m = self.config, self.config.mla
-        B, T, _ = x_BTD.shape
         after_cast = config.norm_weight_after_cast
-        q_latent = rms_norm(
-            linear(x_BTD, self.q_a_proj),
+        # Small projections run on owned tokens, and their results travel with x.
+        q_latent_own = rms_norm(
+            linear(x_own, self.q_a_proj),
             self.q_a_norm[...],
             m.latent_norm_eps,
             weight_after_cast=after_cast,
         )
-        q = linear(q_latent, self.q_b_proj).reshape(B, T, m.num_heads, m.qk_head_dim)
-        kv = linear(x_BTD, self.kv_a_proj)
+        kv = linear(x_own, self.kv_a_proj)
         latent, rope = jnp.split(kv, [m.kv_lora_rank], axis=-1)
         latent = rms_norm(
             latent, self.kv_a_norm[...], m.latent_norm_eps, weight_after_cast=after_cast
         )
-        rows = jnp.concatenate([latent, rope], axis=-1)
+        rows_own = jnp.concatenate([latent, rope], axis=-1)
         # A top-k passes no gradient; the indexer has a loss of its own, which must train it alone.
-        detached = jax.lax.stop_gradient(x_BTD)
-        index_rows = self.indexer.keys(detached) if config.dsa is not None else None
-
-        if cache is not None:
-            latents = write_rows(cache.latent_BSC, rows, positions_BT, slot)
-            keys = None
-            if index_rows is not None and cache.index_key_BSK is not None:
-                keys = write_rows(cache.index_key_BSK, index_rows, positions_BT, slot)
-            cache = GlobalCache(latents, keys)
-            rows = read(latents, slot)
-            index_rows = None if keys is None else read(keys, slot)
-
-        w = self.kv_b_proj[...].astype(x_BTD.dtype)
-        w = w.reshape(m.num_heads, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
+        detached_own = jax.lax.stop_gradient(x_own)
+        parts = [x_own, q_latent_own, rows_own]
+        if config.dsa is not None:
+            parts.append(self.indexer.keys(detached_own))
+        x, q_latent, rows_BTC, *index_rows = tokens.gather(*parts)
+        B, T, _ = x.shape
+        q = linear(q_latent, self.q_b_proj).reshape(B, T, -1, m.qk_head_dim)
+        stripe = Stripe(tokens.parallel if cache is not None else SINGLE)
+        cache, rows, index_rows = self._write(
+            cache, rows_BTC, index_rows[0] if index_rows else None, stripe, tokens, slot
+        )
+        w = self.kv_b_proj[...].reshape(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
         w_k, w_v = jnp.split(w, [m.qk_nope_head_dim], axis=1)
-        scale = m.qk_head_dim**-0.5
+        visible = stripe.visible(tokens.cache_positions_BT if cache else tokens.positions_BT)
+        spread = None
+        if stripe.parallel.cache_sequence:
+            spread = Spread(stripe.heads, stripe.merge(m.kv_lora_rank))
+        attention = partial(mla, q, rows, w_k, w_v, visible, scale=self.scale, spread=spread)
+        aux = {}
         if config.dsa is None:
-            o, aux = mla(q, rows, w_k, w_v, positions_BT, scale=scale), {}
+            o = attention()
         else:
-            index = (*self.indexer.queries(detached, jax.lax.stop_gradient(q_latent)), index_rows)
-            o, aux = self._sparse(q, rows, w_k, w_v, positions_BT, index, scale)
-        gate = jax.nn.sigmoid(linear(x_BTD, self.g_proj))
-        out = linear(o.reshape(B, T, -1) * gate, self.o_proj)
+            own = (detached_own, jax.lax.stop_gradient(q_latent_own))
+            sparse = config.dsa.topk < rows.shape[1] * stripe.count
+            if spread is None:
+                with jax.named_scope("indexer"):
+                    selected = self._select(own, index_rows, visible, tokens)
+                aux = {"selected": selected}
+            elif sparse:
+                with jax.named_scope("indexer"):
+                    selected = self._select_spread(own, index_rows, visible, tokens, stripe)
+            if self.indexer_mode == "dense" or not sparse:  # every earlier token counts
+                o = attention()
+            else:
+                o = dsa.attend(
+                    *(q, rows, w_k, w_v, selected), scale=self.scale, spread=spread
+                )
+            if self.indexer_mode != "frozen":
+                aux |= self._indexer_aux(own, index_rows, q, rows, w_k, visible, selected)
+        gate = jax.nn.sigmoid(linear(x, self.g_proj))
+        out = tokens.contract(o.reshape(B, T, -1) * gate, self.o_proj, x_own.dtype)
         return out, cache, aux
 
-    def _sparse(self, q, rows, w_k, w_v, positions_BT, index, scale):
-        index_q, index_w, index_k = index
-        topk, S = self.indexer.config.topk, rows.shape[1]
-        selected = dsa.select(index_q, index_k, index_w, positions_BT, topk)
-        if self.indexer_mode == "dense" or topk >= S:  # every earlier token counts
-            o = mla(q, rows, w_k, w_v, positions_BT, scale=scale)
-        else:
-            o = dsa.attend(q, rows, w_k, w_v, selected, scale=scale)
-        aux = {"selected": selected}
-        if self.indexer_mode != "frozen":
-            valid = jnp.arange(S) <= positions_BT[..., None]
-            if self.indexer_mode == "sparse":
-                valid &= _chosen(selected, S)
-            probs = _attention_probs(*jax.lax.stop_gradient((q, rows, w_k)), valid, scale)
-            aux |= {
-                "index_scores": dsa.scores(index_q, index_k, index_w),
-                "attention_probs": probs,
-                "index_valid": valid,
-            }
-        return o, aux
+    @property
+    def scale(self) -> float:
+        return self.config.mla.qk_head_dim**-0.5
+
+    def _write(self, cache, rows_BTC, index_rows_BTK, stripe: Stripe, tokens: Tokens, slot):
+        """(cache with the new rows, views of its latents and index keys); the new rows themselves
+        where there is no cache."""
+        if cache is None:
+            index = None if index_rows_BTK is None else Rows.of(index_rows_BTK)
+            return None, Rows.of(rows_BTC), index
+        target = stripe.target(tokens.cache_positions_BT)
+
+        def write(stack, new):
+            return write_rows(stack, stripe.sequences(new), target, slot)
+
+        latent = write(cache.latent_BSC, rows_BTC)
+        if index_rows_BTK is None:
+            return GlobalCache(latent, None), Rows.of(latent, slot), None
+        keys = write(cache.index_key_BSK, index_rows_BTK)
+        return GlobalCache(latent, keys), Rows.of(latent, slot), Rows.of(keys, slot)
+
+    def _select(self, own, index_rows: Rows, visible_BT, tokens: Tokens) -> jax.Array:
+        """Selected rows [B, T, topk] where every device of a group holds the same rows: each
+        selects for the tokens it owns, and the selections are gathered."""
+        x_own, q_latent_own = own
+        topk, shape = self.indexer.config.topk, tokens.rectangle()
+        if not tokens.parallel.tensor or shape is None:
+            x, q_latent = tokens.gather(x_own, q_latent_own)
+            q, w = self.indexer.queries(x, q_latent)
+            return dsa.select(q, index_rows, w, visible_BT, topk)
+        count, length, first = shape
+        cut = lambda a: a.reshape(count, length, *a.shape[2:])  # noqa: E731
+        q, w = map(cut, self.indexer.queries(x_own, q_latent_own))
+        index_rows = index_rows.sequences(first, count)
+        selected = dsa.select(q, index_rows, w, cut(tokens.own_positions), topk)
+        return tokens.gather(selected.reshape(*x_own.shape[:-1], topk))[0]
+
+    def _select_spread(
+        self, own, index_rows: Rows, visible_BT, tokens: Tokens, stripe: Stripe
+    ) -> jax.Array:
+        """This device's rows among the selection of every query, [B', T, k], -1 for none."""
+        x_own, q_latent_own = own
+        x, q_latent = map(stripe.sequences, tokens.gather(x_own, q_latent_own))
+        q, w = self.indexer.queries(x, q_latent)
+        topk = self.indexer.config.topk
+        rank, at = dsa.candidates(q, index_rows, w, visible_BT, topk)
+        length = index_rows.shape[1] * stripe.count
+        kept = dsa.keep(rank, stripe.position(at), topk, length, stripe.all_reduce)
+        return jnp.where(kept, at, -1)
+
+    def _indexer_aux(self, own, index_rows: Rows, q, rows: Rows, w_k, positions_BT, selected):
+        """What trains the indexer, on one device."""
+        index_q, index_w = self.indexer.queries(*own)
+        S = rows.shape[1]
+        valid = jnp.arange(S) <= positions_BT[..., None]
+        if self.indexer_mode == "sparse":
+            valid &= _chosen(selected, S)
+        frozen = jax.lax.stop_gradient((q, rows.whole(), w_k))
+        return {
+            "index_scores": dsa.scores(index_q, index_rows.whole(), index_w),
+            "attention_probs": _attention_probs(*frozen, valid, self.scale),
+            "index_valid": valid,
+        }
 
 
 def _chosen(selected_BTk: jax.Array, S: int) -> jax.Array:

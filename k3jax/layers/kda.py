@@ -9,6 +9,7 @@ from flax import nnx
 from k3jax.cache.state import KDACache, read, replace
 from k3jax.config import Config
 from k3jax.layers.params import Maker, linear
+from k3jax.layers.tokens import Tokens
 from k3jax.ops import kda as kda_op
 from k3jax.ops.short_conv import short_conv
 
@@ -42,18 +43,20 @@ class KimiDeltaAttention(nnx.Module):
         self.o_proj = make((D, P), ("embed", "heads"))
 
     def __call__(
-        self, x_BTD: jax.Array, cache: KDACache | None, valid_BT: jax.Array, slot=None
+        self, x_own: jax.Array, cache: KDACache | None, tokens: Tokens, slot=None
     ) -> tuple[jax.Array, KDACache | None]:
         """Args:
-          x_BTD: the normed layer input.
+          x_own: [.., D], the normed layer input of owned tokens.
           cache: of this layer, or of its stack when ``slot`` says which one; None for none.
-          valid_BT: True for real tokens; the others (at the end of a row) change nothing.
+          tokens: padding among them (at the end of a row) changes nothing.
         Returns:
-          ([B, T, D], the cache after the valid tokens).
+          (output of owned tokens, the cache after the tokens).
         """
+        (x_BTD,) = tokens.gather(x_own)
         B, T, _ = x_BTD.shape
         kda = self.config.kda
-        heads = (B, T, kda.num_heads, kda.head_dim)
+        heads = (B, T, self.A_log.shape[0], kda.head_dim)  # this device's heads
+        valid_BT = tokens.positions_BT >= 0
         lengths_B = jnp.sum(valid_BT, axis=1, dtype=jnp.int32)
 
         tails = [None] * 3 if cache is None else list(read(cache.tails_3BWP, slot))
@@ -81,7 +84,7 @@ class KimiDeltaAttention(nnx.Module):
             valid_BT=valid_BT,
         )
         o = self._gated_norm(o, linear(x_BTD, self.g_proj).reshape(heads))
-        out = linear(o.reshape(B, T, kda.width), self.o_proj)
+        out = tokens.contract(o.reshape(B, T, -1), self.o_proj, x_own.dtype)
         if cache is None:
             return out, None
         return out, KDACache(

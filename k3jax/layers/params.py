@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from sharding import collectives
+from sharding.collectives import Axes
+
 
 class Packed(nnx.Variable):
     """A parameter that takes no gradient: MXFP4 codes and scales, the router's selection bias."""
@@ -67,6 +70,23 @@ class Maker:
         else:
             value = init(self.rngs.params(), shape)
         return kind(value.astype(dtype), axes=axes)
+
+
+def whole(state, axes: Axes):
+    """The same state with every array complete along ``embed``, which is stored over ``axes``."""
+    if not axes:
+        return state
+
+    def gather(variable):
+        names = variable.axes
+        if "embed" not in names:
+            return variable
+        value = variable.get_value()
+        # A scan has sliced "layers" off the array but not off the names: count from the end.
+        dimension = value.ndim - len(names) + names.index("embed")
+        return variable.replace(collectives.all_gather(value, axes, dimension))
+
+    return jax.tree.map(gather, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
 def linear(x: jax.Array, w: jax.Array | nnx.Variable, *, out_dtype=None) -> jax.Array:

@@ -64,15 +64,31 @@ class MXFP4:
     def unpack(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The weight [..., out, in] in ``dtype`` (float32 or bfloat16), exactly; see the module."""
         values = jnp.asarray(_PAIRS)[self.codes.astype(jnp.int32)]
-        values = values.reshape(*self.scales.shape, GROUP)
+        return self._scaled(values, GROUP).astype(dtype).reshape(self.shape)
+
+    def halves(self, dtype: DTypeLike = jnp.float32) -> tuple[jax.Array, jax.Array]:
+        """The even and the odd columns, two [..., out, in / 2], as exact as `unpack`.
+
+        A contraction needs no interleaved weight: x @ W.T is the sum of the even columns of x times
+        the one and the odd ones times the other. On a TPU, interleaving pads pairs to 128 lanes
+        (5.6 GB for one expert of K3).
+        """
+        code = self.codes.astype(jnp.uint32)
+        halves = (_float_bits(code & 15), _float_bits(code >> 4))
+        shape = self.codes.shape
+        even, odd = (self._scaled(h, GROUP // 2).astype(dtype).reshape(shape) for h in halves)
+        return even, odd
+
+    def _scaled(self, values: jax.Array, size: int) -> jax.Array:
+        """float32 values times their scales, [..., out, groups, size]."""
+        values = values.reshape(*self.scales.shape, size)
         # 2**-127 is not a normal float32, so byte 0 is 2**-126 and a half. Two products keep it.
         power = lax.bitcast_convert_type(
             jnp.maximum(self.scales, 1).astype(jnp.uint32) << 23, jnp.float32
         )
         rest = jnp.where(self.scales == 0, 0.5, jnp.where(self.scales == 255, jnp.nan, 1.0))
         values = (values * power[..., None]) * rest.astype(jnp.float32)[..., None]
-        values = jnp.where(jnp.abs(values) < _SMALLEST_NORMAL, values * 0.0, values)
-        return values.astype(dtype).reshape(self.shape)
+        return jnp.where(jnp.abs(values) < _SMALLEST_NORMAL, values * 0.0, values)
 
     def columns(self, part: int, parts: int) -> MXFP4:
         """Part ``part`` of ``parts`` equal cuts of the input axis, for a sharded contraction.
@@ -94,6 +110,15 @@ class MXFP4:
             self.codes[..., begin * bytes_per_group : end * bytes_per_group],
             self.scales[..., begin:end],
         )
+
+
+def _float_bits(code: jax.Array) -> jax.Array:
+    """float32 of uint32 codes 0..15, from its bits: a table is a slow gather on a TPU."""
+    magnitude = code & 7
+    normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
+    half = jnp.where(magnitude == 1, jnp.uint32(126 << 23), jnp.uint32(0))
+    bits = jnp.where(magnitude >= 2, normal, half) | ((code >> 3) << 31)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 jax.tree_util.register_dataclass(MXFP4, data_fields=["codes", "scales"], meta_fields=[])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from k3jax import checkpoint
 from k3jax.checkpoint import names, safetensors
@@ -22,6 +26,8 @@ def has_vision(directory: str | Path, config: Config) -> bool:
     index, single = Path(directory) / INDEX, Path(directory) / SINGLE
     if config.vision is None:
         return False
+    if not index.is_file() and not single.is_file():
+        return False  # a converted checkpoint: the text model alone
     if index.is_file():
         stored = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     else:
@@ -30,15 +36,20 @@ def has_vision(directory: str | Path, config: Config) -> bool:
 
 
 def load_encoder(
-    directory: str | Path, config: Config, *, dtype=jnp.bfloat16, mesh=None, layers=None
+    directory: str | Path,
+    config: Config,
+    *,
+    dtype=jnp.bfloat16,
+    layers: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Encoder:
     """Loads ``vision_tower.*`` and ``mm_projector.*``.
 
     Args:
       config: of the whole checkpoint.
       dtype: of parameters and activations.
-      mesh: devices to spread images over, see `Encoder`.
       layers: text shards beyond these layers may be absent.
+      devices: of this process, to spread images over; None: the default device.
     Raises:
       CheckpointError: everything that is wrong; InputError: a text-only config.
     """
@@ -47,4 +58,5 @@ def load_encoder(
         directory, nnx.to_pure_dict(state), config, dtype=dtype, layers=layers, part="vision"
     )
     nnx.replace_by_pure_dict(state, params)
+    mesh = None if devices is None else Mesh(np.array(devices), ("items",))
     return Encoder(nnx.merge(graphdef, state), mesh)

@@ -123,7 +123,7 @@ def test_multimodal_logits(case):
     model = load()
     ids, features = expanded(model, case)
     assert len(ids) == META["cases"][case]["tokens_out"]
-    merged = model.module.embed_tokens(ids[None], features[None])
+    merged = model.module.embed_tokens(ids[None], features_BTD=features[None])
     assert relative(merged, Z[f"{case}/merged_embeds"]) <= tol.VISION_FP32
     want = Z[f"{case}/logits_float32"]
     logits, _ = model.forward(embeddings_BTD=merged)

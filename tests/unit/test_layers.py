@@ -11,8 +11,12 @@ from flax import nnx
 from k3jax.layers.feed_forward import LatentMoE
 from k3jax.layers.norms import rms_norm
 from k3jax.layers.params import Maker, linear
+from k3jax.layers.tokens import Tokens
 from k3jax.ops import routing
 from k3jax.ops.grouped_matmul import experts
+from sharding.parallel import SINGLE
+
+TOKENS = Tokens.of(jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9)), SINGLE)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def close(got, want):
 def test_without_routed_experts_the_shared_ones_remain_in_full(form, x):
     moe = layer(form)
     moe.latent_up.set_value(jnp.zeros_like(moe.latent_up[...]))
-    close(moe(x)[0], moe.shared(x))
+    close(moe(x, TOKENS)[0], moe.shared(x, TOKENS))
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "dense"])
@@ -52,15 +56,15 @@ def test_without_shared_experts_the_norm_of_the_sum_remains(form, x):
         situ_linear_beta=config.situ_linear_beta,
     )
     normed = rms_norm(total, moe.latent_norm[...], config.rms_norm_eps)
-    close(moe(x)[0].reshape(-1, 64), linear(normed, moe.latent_up))
+    close(moe(x, TOKENS)[0].reshape(-1, 64), linear(normed, moe.latent_up))
 
 
 def test_the_bias_chooses_and_does_not_weigh(x):
     """A constant added to every bias changes no bit; the norm hides the scale of the weights."""
     moe = layer("mxfp4")
-    before, aux = moe(x)
+    before, aux = moe(x, TOKENS)
     moe.router_bias.set_value(moe.router_bias[...] + 1.0)
-    after, other = moe(x)
+    after, other = moe(x, TOKENS)
     assert np.array_equal(aux["expert_ids"], other["expert_ids"])
     assert np.array_equal(before, after)
 

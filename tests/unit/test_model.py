@@ -16,9 +16,11 @@ from flax import nnx
 from k3jax.cache.state import empty
 from k3jax.errors import InputError
 from k3jax.layers.norms import rms_norm
+from k3jax.layers.tokens import Tokens
 from k3jax.model import positions
 from k3jax.ops.attention_residuals import reference
 from k3jax.runtime import Model, bucket
+from sharding.parallel import SINGLE
 
 
 @functools.cache
@@ -48,17 +50,17 @@ def by_the_rules(module, ids):
         ]
         return jnp.asarray(np.stack(rows)[None], jnp.float32)
 
-    bank, partial = [], x
+    bank, partial, tokens = [], x, Tokens.of(where, SINGLE)
     for i, layer in enumerate(layers):
         read = mix(layer.attention_res, [*bank, partial]) if bank else partial
         if i % config.attn_res_block_size == 0:
             bank.append(partial)
             partial = None
         normed = layer._norm(read, layer.input_norm)
-        a = layer.attention(normed, None, where >= 0 if layer.spec.attention == "kda" else where)[0]
+        a = layer.attention(normed, None, tokens)[0]
         partial = a if partial is None else partial + a
         normed = layer._norm(mix(layer.ffn_res, [*bank, partial]), layer.post_attention_norm)
-        f = layer.ffn(normed)
+        f = layer.ffn(normed, tokens)
         partial = partial + (f if layer.spec.ffn == "dense" else f[0])
     out = mix(module.output_res, [*bank, partial])
     eps, cast = config.rms_norm_eps, config.norm_weight_after_cast

@@ -9,9 +9,19 @@ import jax.numpy as jnp
 
 from k3jax.ops import mla
 from k3jax.ops.dsa import xla
+from k3jax.ops.dsa.merge import keep
 from k3jax.ops.mla import blocks
+from k3jax.ops.rows import Rows
 
-__all__ = ["ATTEND_IMPLEMENTATIONS", "SELECT_IMPLEMENTATIONS", "attend", "scores", "select"]
+__all__ = [
+    "ATTEND_IMPLEMENTATIONS",
+    "SELECT_IMPLEMENTATIONS",
+    "attend",
+    "candidates",
+    "keep",
+    "scores",
+    "select",
+]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +61,7 @@ def scores(q_BTHK: jax.Array, k_BSK: jax.Array, w_BTH: jax.Array) -> jax.Array:
 
 def select(
     q_BTHK: jax.Array,
-    k_BSK: jax.Array,
+    k_BSK: jax.Array | Rows,
     w_BTH: jax.Array,
     positions_BT: jax.Array,
     topk: int,
@@ -89,11 +99,36 @@ def select(
     if implementation not in ("auto", *SELECT_IMPLEMENTATIONS):
         known = ", ".join(("auto", *SELECT_IMPLEMENTATIONS))
         raise ValueError(f"dsa.select: implementation {implementation!r} is not one of {known}")
-    batch, queries, heads, _ = q_BTHK.shape
-    keys, width = k_BSK.shape[1:]
+    keys = k_BSK.shape[1]
     if keys <= topk:
         log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
         return xla.everything(positions_BT, keys, topk)
+    best = _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block, key_block)
+    return xla.ascending(*best)
+
+
+def candidates(
+    q_BTHK: jax.Array,
+    k_BSK: jax.Array | Rows,
+    w_BTH: jax.Array,
+    positions_BT: jax.Array,
+    topk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The best ``topk`` rows that this device holds, for a cache spread over devices.
+
+    Arguments as for ``select``; positions count this device's rows.
+
+    Returns:
+      (rank_BTk float32, at_BTk int32), best first, equal scores by position. ``rank`` orders
+      candidates of all devices and is -inf where there is none. `keep` picks among them.
+    """
+    _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT)
+    return _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, min(topk, k_BSK.shape[1]), None, None)
+
+
+def _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block, key_block):
+    batch, queries, heads, _ = q_BTHK.shape
+    keys, width = k_BSK.shape[1:]
     plan = blocks.plan(
         queries,
         keys,
@@ -115,12 +150,13 @@ def select(
 
 def attend(
     q_BTHQ: jax.Array,
-    cache_BSC: jax.Array,
+    cache_BSC: jax.Array | Rows,
     w_k_HNC: jax.Array,
     w_v_HVC: jax.Array,
     indices_BTk: jax.Array,
     *,
     scale: float,
+    spread: mla.Spread | None = None,
     implementation: str = "auto",
     query_block: int | None = None,
 ) -> jax.Array:
@@ -138,6 +174,7 @@ def attend(
       indices_BTk: int32 from ``select``. Negative entries are absent, and so are those past the
         cache. No row twice for one query. A query without any row gives zeros.
       scale: (N + R) ** -0.5 in K3.1.
+      spread: when other devices hold other rows; always gathered.
       implementation: "auto", "gathered" or "masked".
       query_block: queries at a time, or None for a size from the budget.
 
@@ -149,10 +186,14 @@ def attend(
 
     Source: DeepSeek-V3.2 (sparse latent attention); Moonshot's articles on Kimi K3.1.
     """
-    mla.check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, "dsa.attend")
-    batch, queries, heads, _ = q_BTHQ.shape
-    (keys, row), topk = cache_BSC.shape[1:], indices_BTk.shape[2]
+    apart = spread is not None
+    mla.check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, "dsa.attend", spread=apart)
+    queries, heads = q_BTHQ.shape[1:3]
+    (batch, keys, row), topk = cache_BSC.shape, indices_BTk.shape[2]
     reason = "asked for"
+    if spread is not None:
+        implementation, reason = "gathered", "the cache is spread over devices"
+        heads = jax.eval_shape(spread.queries, q_BTHQ).shape[2]
     if implementation == "auto":
         short = keys <= topk or (keys <= min(MASKED_RATIO * topk, MASKED_KEYS) and queries >= 16)
         implementation = "masked" if short else "gathered"
@@ -175,7 +216,10 @@ def attend(
         fits = blocks.BUDGET_BYTES // per_query
         query_block = queries if queries <= fits else blocks.power_of_two(fits)
     return xla.gathered(
-        *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk), scale=scale, query_block=query_block
+        *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk),
+        scale=scale,
+        query_block=query_block,
+        spread=spread,
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from k3jax.ops.mla import blocks
 from k3jax.ops.mla import xla as dense
+from k3jax.ops.rows import Rows
 
 ABSENT = jnp.iinfo(jnp.int32).max  # sorts after every position
 
@@ -40,15 +41,19 @@ def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, *, query_block, key_block
     A running list of the best ``topk``, ordered by (score down, position up), is merged with each
     block by one stable top_k. The list stands before the block and keys come in ascending order,
     so a tie goes to the lower position whatever the block sizes.
+
+    Returns:
+      (rank_BTk, at_BTk) in that order; rank is ``ranked`` of the score, -inf for none.
     """
-    keys = k_BSK.shape[1]
+    rows = Rows.of(k_BSK)
+    keys = rows.shape[1]
 
     def one_block(q_BTHK, w_BTH, positions_BT):
-        rows = positions_BT.shape
-        best = (jnp.full((*rows, topk), -jnp.inf), jnp.full((*rows, topk), -1, jnp.int32))
+        shape = (*positions_BT.shape, topk)
+        best = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32))
 
         def step(best, start, fresh_S):
-            k_BsK = jax.lax.dynamic_slice_in_dim(k_BSK, start, key_block, 1)
+            k_BsK = rows.block(start, key_block)
             at_S = start + jnp.arange(key_block, dtype=jnp.int32)
             legal_BTS = (at_S <= positions_BT[..., None]) & fresh_S
             rank_BTS = ranked(scores(q_BTHK, k_BsK, w_BTH), legal_BTS)
@@ -58,11 +63,15 @@ def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, *, query_block, key_block
             rank, order = jax.lax.top_k(rank, topk)
             return rank, jnp.take_along_axis(at, order, -1, mode="promise_in_bounds")
 
-        best = blocks.over_keys(step, best, keys, key_block, positions_BT.max())
-        at_BTk = jnp.sort(jnp.where(best[0] == -jnp.inf, ABSENT, best[1]), -1)
-        return jnp.where(at_BTk == ABSENT, -1, at_BTk)
+        return blocks.over_keys(step, best, keys, key_block, positions_BT.max())
 
     return blocks.over_queries(one_block, query_block, (q_BTHK, w_BTH, positions_BT), (0, 0, -1))
+
+
+def ascending(rank_BTk, at_BTk):
+    """Positions in ascending order, what is not legal as -1 at the end."""
+    at_BTk = jnp.sort(jnp.where(rank_BTk == -jnp.inf, ABSENT, at_BTk), -1)
+    return jnp.where(at_BTk == ABSENT, -1, at_BTk)
 
 
 def everything(positions_BT, keys: int, topk: int):
@@ -72,22 +81,28 @@ def everything(positions_BT, keys: int, topk: int):
     return jnp.where(legal_BTk, at_k, -1)
 
 
-def gathered(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale, query_block):
+def gathered(
+    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale, query_block, spread=None
+):
     """Absorbed attention of every query over its own rows, gathered by query blocks."""
-    keys = cache_BSC.shape[1]
+    rows = Rows.of(cache_BSC)
+    keys = rows.shape[1]
 
     def one_block(q_BTHQ, indices_BTk):
         present_BTk = (indices_BTk >= 0) & (indices_BTk < keys)
         at_BTk = jnp.where(present_BTk, indices_BTk, 0)
-        take = jax.vmap(lambda rows_SC, at: rows_SC.at[at].get(mode="promise_in_bounds"))
         # Row 0 stands in for an absent one and may hold NaN: zero it, a weight of 0 is not enough.
-        rows_BTkC = jnp.where(present_BTk[..., None], take(cache_BSC, at_BTk), 0)
-        live_BT = present_BTk.any(-1)
-        q_BTHC = dense.absorb_query(jnp.where(live_BT[..., None, None], q_BTHQ, 0), w_k_HNC)
+        rows_BTkC = jnp.where(present_BTk[..., None], rows.take(at_BTk), 0)
+        if spread is None:
+            live_BT = present_BTk.any(-1)
+            q_BTHC = dense.absorb_query(jnp.where(live_BT[..., None, None], q_BTHQ, 0), w_k_HNC)
+        else:
+            q_BTHC = spread.queries(dense.absorb_query(q_BTHQ, w_k_HNC))
         mask_BTHk = present_BTk[:, :, None]
-        row_BTHC = blocks.normalise(
-            blocks.partial_attention(q_BTHC, rows_BTkC, rows_BTkC, mask_BTHk, scale)
-        )
+        total = blocks.partial_attention(q_BTHC, rows_BTkC, rows_BTkC, mask_BTHk, scale)
+        if spread is not None:
+            total = spread.merge(total)
+        row_BTHC = blocks.normalise(total)
         return dense.value_from_latent(row_BTHC.astype(q_BTHQ.dtype), w_v_HVC)
 
     return blocks.over_queries(one_block, query_block, (q_BTHQ, indices_BTk), (0, -1))

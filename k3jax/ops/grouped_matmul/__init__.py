@@ -25,6 +25,8 @@ def experts(
     situ_beta: float,
     situ_linear_beta: float | None,
     implementation: str = "auto",
+    layer: jax.Array | None = None,
+    out_dtype=None,
 ) -> jax.Array:
     """``r_n = sum_j weights[n, j] y(n, ids[n, j])``, ``y(n, e) = w2_e SiTU(w1_e z_n, w3_e z_n)``.
 
@@ -35,6 +37,9 @@ def experts(
       weights_Nk: float32, from the router, with the routed scaling factor already in them.
       w13: [E, 2F, L], the F gate rows (w1) before the F up rows (w3); MXFP4 or plain.
       w2: [E, L, F]; MXFP4 or plain.
+      layer: int32, which layer of stacks [layers, E, ...] the weights are; None if they are no
+        stacks. Taking the layer out first would copy all its experts.
+      out_dtype: of the result; that of z if None.
       situ_beta, situ_linear_beta: see :func:`k3jax.ops.situ.situ`.
       implementation:
         "tiles": tokens sorted by expert, one expert unpacked at a time; memory for one expert, time
@@ -43,7 +48,7 @@ def experts(
         "auto": tiles.
 
     Returns:
-      r_NL in the dtype of z. Products accumulate in float32; w1 z, w3 z, the activation and y are
+      r_NL. Products accumulate in float32; w1 z, w3 z, the activation and y are
       rounded to the dtype of z; the weighted sum is float32 and is rounded once. A NaN in one row
       of z stays in that row, and experts a token did not choose cannot reach it.
 
@@ -53,24 +58,37 @@ def experts(
 
     Source: Kimi K3 technical report (Stable LatentMoE); Moonshot's published modelling code.
     """
-    _check(z_NL, ids_Nk, weights_Nk, w13, w2)
+    num_experts = w13.shape[-3]
+    _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked=layer is not None)
+    if layer is not None:
+        w13, w2 = (jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w) for w in (w13, w2))
     name = "tiles" if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         names = sorted(IMPLEMENTATIONS)
         raise ValueError(f"experts: implementation {name!r} is not one of {names}")
     _log.debug("experts %s with %s -> %s", z_NL.shape, w13.shape, name)
+    first = None if layer is None else layer * num_experts
     return IMPLEMENTATIONS[name](
-        z_NL, ids_Nk, weights_Nk, w13, w2, situ_beta=situ_beta, situ_linear_beta=situ_linear_beta
+        *(z_NL, ids_Nk, weights_Nk, w13, w2),
+        first=first,
+        num_experts=num_experts,
+        out_dtype=jnp.dtype(out_dtype or z_NL.dtype),
+        situ_beta=situ_beta,
+        situ_linear_beta=situ_linear_beta,
     )
 
 
-def _check(z_NL, ids_Nk, weights_Nk, w13, w2) -> None:
+def _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked: bool) -> None:
     N, L = z_NL.shape
-    E, F = w13.shape[0], w2.shape[-1]
-    if w13.shape != (E, 2 * F, L) or w2.shape != (E, L, F):
+    lead, F = w13.shape[:-2], w2.shape[-1]
+    if (
+        len(lead) != (2 if stacked else 1)
+        or w13.shape != (*lead, 2 * F, L)
+        or w2.shape != (*lead, L, F)
+    ):
         raise InputError(
             f"experts: z {z_NL.shape}, w13 {w13.shape} and w2 {w2.shape} are not "
-            f"[N, L], [E, 2F, L] and [E, L, F]"
+            f"[N, L], [E, 2F, L] and [E, L, F]{', with a leading layer axis' if stacked else ''}"
         )
     if ids_Nk.shape != weights_Nk.shape or ids_Nk.ndim != 2 or ids_Nk.shape[0] != N:
         raise InputError(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from k3jax.ops.situ import situ
@@ -58,20 +59,32 @@ def tile_map(ids_Nk: jax.Array, num_experts: int, rows: int) -> TileMap:
     return TileMap(expert_T, assignment_TM, after_E[-1])
 
 
-def _one_expert(w: Weight, e: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Expert ``e`` of [E, out, in]: the packed bytes are sliced first, then unpacked."""
+def _one_expert(w: Weight, e: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, ...]:
+    """Expert ``e`` of [E, out, in]: (weight,), or its even and odd columns where it is packed.
+
+    The packed bytes are sliced first, then unpacked.
+    """
     w = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, e, keepdims=False), w)
-    return w.unpack(dtype) if isinstance(w, MXFP4) else w.astype(dtype)
+    if not isinstance(w, MXFP4):
+        return (w.astype(dtype),)
+    # Without the constraint the layout that the product wants reaches back to the stack, and a TPU
+    # transposes all experts of all layers first (20 GB a device at K3's size).
+    codes = with_layout_constraint(w.codes, Layout((0, 1)))
+    return MXFP4(codes, w.scales).halves(dtype)
 
 
-def _dot(x_MI: jax.Array, w_OI: jax.Array) -> jax.Array:
+def _dot(x_MI: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
     """[M, O] accumulated in float32 and rounded to the dtype of x."""
-    y_MO = lax.dot_general(
-        x_MI,
-        w_OI,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,  # no TF32 or bfloat16 for float32 inputs
-        preferred_element_type=jnp.float32,
+    x_MIp = x_MI.reshape(x_MI.shape[0], -1, len(parts))
+    y_MO = sum(
+        lax.dot_general(
+            x_MIp[:, :, i],
+            w_OI,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,  # no TF32 or bfloat16 for float32 inputs
+            preferred_element_type=jnp.float32,
+        )
+        for i, w_OI in enumerate(parts)
     )
     return y_MO.astype(x_MI.dtype)
 
@@ -80,13 +93,15 @@ class _Constants(NamedTuple):
     situ_beta: float
     situ_linear_beta: float | None
     rows: int
+    num_experts: int
+    out_dtype: jnp.dtype
 
 
-def _mlp(constants: _Constants, z_ML, weight_M, w13_OL, w2_LF) -> jax.Array:
+def _mlp(constants: _Constants, z_ML, weight_M, w13, w2) -> jax.Array:
     """Weighted output of one expert for the rows of one tile, float32 [M, L]."""
-    gate_MF, up_MF = jnp.split(_dot(z_ML, w13_OL), 2, axis=-1)
+    gate_MF, up_MF = jnp.split(_dot(z_ML, w13), 2, axis=-1)
     h_MF = situ(gate_MF, up_MF, constants.situ_beta, constants.situ_linear_beta)
-    return _dot(h_MF, w2_LF).astype(jnp.float32) * weight_M[:, None]
+    return _dot(h_MF, w2).astype(jnp.float32) * weight_M[:, None]
 
 
 def _tile_inputs(z_NL, weights_Nk, assignment_M):
@@ -101,19 +116,20 @@ def _tile_inputs(z_NL, weights_Nk, assignment_M):
 # The loop runs only over used tiles, a number known at run time, which JAX does not differentiate;
 # and its transposed form would add a whole zero-padded [E, 2F, L] a tile. So both are written out.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiles(constants: _Constants, z_NL, ids_Nk, weights_Nk, w13: Weight, w2: Weight) -> jax.Array:
-    tiles = tile_map(ids_Nk, w13.shape[0], constants.rows)
+def _tiles(constants: _Constants, z_NL, ids_Nk, weights_Nk, w13: Weight, w2: Weight, first):
+    tiles = tile_map(ids_Nk, constants.num_experts, constants.rows)
 
     def add_tile(t, r_NL):
-        e = tiles.expert_T[t]
+        e = tiles.expert_T[t] + first
         token_M, z_ML, weight_M = _tile_inputs(z_NL, weights_Nk, tiles.assignment_TM[t])
-        w13_OL, w2_LF = (_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
-        out_ML = _mlp(constants, z_ML, weight_M, w13_OL, w2_LF)
+        out_ML = _mlp(
+            constants, z_ML, weight_M, *(_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
+        )
         # A token's experts come in ascending order whatever its batch mates are.
         return r_NL.at[token_M].add(out_ML, mode="drop")
 
     r_NL = lax.fori_loop(0, tiles.used, add_tile, jnp.zeros(z_NL.shape, jnp.float32))
-    return r_NL.astype(z_NL.dtype)
+    return r_NL.astype(constants.out_dtype)
 
 
 def _tiles_forward(constants, *arrays):
@@ -121,8 +137,8 @@ def _tiles_forward(constants, *arrays):
 
 
 def _tiles_backward(constants, arrays, dr_NL):
-    z_NL, ids_Nk, weights_Nk, w13, w2 = arrays
-    tiles = tile_map(ids_Nk, w13.shape[0], constants.rows)
+    z_NL, ids_Nk, weights_Nk, w13, w2, first = arrays
+    tiles = tile_map(ids_Nk, constants.num_experts, constants.rows)
     dr_NL = dr_NL.astype(jnp.float32)
 
     def start(w):
@@ -130,15 +146,15 @@ def _tiles_backward(constants, arrays, dr_NL):
 
     def add_tile(t, carry):
         dz_NL, dweight_A, dw13, dw2 = carry
-        e, assignment_M = tiles.expert_T[t], tiles.assignment_TM[t]
+        e, assignment_M = tiles.expert_T[t] + first, tiles.assignment_TM[t]
         token_M, z_ML, weight_M = _tile_inputs(z_NL, weights_Nk, assignment_M)
-        w13_OL, w2_LF = (_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
-        _, pull = jax.vjp(partial(_mlp, constants), z_ML, weight_M, w13_OL, w2_LF)
-        dz_ML, dweight_M, dw13_OL, dw2_LF = pull(dr_NL.at[token_M].get(mode="fill", fill_value=0))
+        one = tuple(_one_expert(w, e, z_NL.dtype) for w in (w13, w2))
+        _, pull = jax.vjp(partial(_mlp, constants), z_ML, weight_M, *one)
+        dz_ML, dweight_M, dw13_e, dw2_e = pull(dr_NL.at[token_M].get(mode="fill", fill_value=0))
         dz_NL = dz_NL.at[token_M].add(dz_ML.astype(jnp.float32), mode="drop")
         dweight_A = dweight_A.at[assignment_M].add(dweight_M, mode="drop")
-        dw13 = None if dw13 is None else dw13.at[e].add(dw13_OL.astype(jnp.float32))
-        dw2 = None if dw2 is None else dw2.at[e].add(dw2_LF.astype(jnp.float32))
+        dw13 = None if dw13 is None else dw13.at[e].add(dw13_e[0].astype(jnp.float32))
+        dw2 = None if dw2 is None else dw2.at[e].add(dw2_e[0].astype(jnp.float32))
         return dz_NL, dweight_A, dw13, dw2
 
     carry = (
@@ -154,6 +170,7 @@ def _tiles_backward(constants, arrays, dr_NL):
         dweight_A.reshape(weights_Nk.shape),
         None if dw13 is None else dw13.astype(w13.dtype),
         None if dw2 is None else dw2.astype(w2.dtype),
+        None,
     )
 
 
@@ -167,16 +184,23 @@ def tiles(
     w13: Weight,
     w2: Weight,
     *,
+    first: jax.Array | None,
+    num_experts: int,
+    out_dtype: jnp.dtype,
     situ_beta: float,
     situ_linear_beta: float | None,
 ) -> jax.Array:
-    """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time."""
+    """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time.
+
+    Expert e is row ``first + e`` of the weights.
+    """
     if ids_Nk.size == 0:
-        return jnp.zeros_like(z_NL)
+        return jnp.zeros(z_NL.shape, out_dtype)
     tokens, k = ids_Nk.shape
-    rows = tile_rows(tokens, k, w13.shape[0])
-    constants = _Constants(situ_beta, situ_linear_beta, rows)
-    return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2)
+    rows = tile_rows(tokens, k, num_experts)
+    constants = _Constants(situ_beta, situ_linear_beta, rows, num_experts, out_dtype)
+    first = jnp.int32(0) if first is None else first
+    return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2, first)
 
 
 def dense(
@@ -186,6 +210,9 @@ def dense(
     w13: Weight,
     w2: Weight,
     *,
+    first: jax.Array | None,
+    num_experts: int,
+    out_dtype: jnp.dtype,
     situ_beta: float,
     situ_linear_beta: float | None,
 ) -> jax.Array:
@@ -195,6 +222,9 @@ def dense(
     holds for the value; a NaN among the weights of an unchosen expert still reaches gradients.
     """
     dtype = z_NL.dtype
+    if first is not None:
+        cut = lambda a: lax.dynamic_slice_in_dim(a, first, num_experts)  # noqa: E731
+        w13, w2 = jax.tree.map(cut, (w13, w2))
     w13, w2 = (w.unpack(dtype) if isinstance(w, MXFP4) else w.astype(dtype) for w in (w13, w2))
     chosen_NkE = ids_Nk[:, :, None] == jnp.arange(w13.shape[0], dtype=jnp.int32)
     combine_NE = jnp.where(chosen_NkE, weights_Nk[:, :, None], 0.0).sum(axis=1)
@@ -207,4 +237,4 @@ def dense(
     h_ENF = situ(gate_ENF, up_ENF, situ_beta, situ_linear_beta)
     y_ENL = einsum("enf,elf->enl", h_ENF, w2).astype(dtype)
     y_ENL = jnp.where(chosen_NE.T[:, :, None], y_ENL, 0).astype(jnp.float32)
-    return (y_ENL * combine_NE.T[:, :, None]).sum(axis=0).astype(dtype)
+    return (y_ENL * combine_NE.T[:, :, None]).sum(axis=0).astype(out_dtype)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from k3jax.ops.mla import blocks, xla
+from k3jax.ops.rows import Rows
 
-__all__ = ["EXPANDED_BYTES", "IMPLEMENTATIONS", "choose", "mla"]
+__all__ = ["EXPANDED_BYTES", "IMPLEMENTATIONS", "Spread", "choose", "mla"]
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +23,32 @@ EXPANDED_BYTES = 2**30
 sizes in bf16 (96 heads of 192 + 128) that is 17,476 cache rows of one sequence."""
 
 
+class Spread(NamedTuple):
+    """How attention runs when every device holds some rows of the cache, for all queries.
+
+    Queries in the latent space go to where the rows are; sums over the rows come back. Both are
+    small, while the cache stays. With a spread, positions (or indices) count this device's rows and
+    are given for all the queries that ``queries`` returns.
+
+    Attributes:
+      queries: [B, T, H, C + R] of this device -> [B', T, H', C + R] of all devices that share.
+      merge: partial sums over this device's rows, leading axes [B', T, H'] -> complete sums of this
+        device's queries, leading axes [B, T, H].
+    """
+
+    queries: Callable[[jax.Array], jax.Array]
+    merge: Callable[[blocks.Partial], blocks.Partial]
+
+
 def mla(
     q_BTHQ: jax.Array,
-    cache_BSC: jax.Array,
+    cache_BSC: jax.Array | Rows,
     w_k_HNC: jax.Array,
     w_v_HVC: jax.Array,
     positions_BT: jax.Array,
     *,
     scale: float,
+    spread: Spread | None = None,
     implementation: str = "auto",
     query_block: int | None = None,
     key_block: int | None = None,
@@ -47,13 +68,14 @@ def mla(
 
     Args:
       q_BTHQ: float32 or bfloat16, Q = N + R.
-      cache_BSC: [B, S, C + R], the same dtype. Rows after every position of their batch row may
+      cache_BSC: [B, S, C + R] or a view of such rows, the same dtype. Rows after every position of their batch row may
         hold anything, NaN included; rows up to a position must be finite.
       w_k_HNC: [H, N, C], the key rows of kv_b_proj; same dtype.
       w_v_HVC: [H, V, C], the value rows of kv_b_proj; same dtype.
       positions_BT: int32, the cache row of each query; it attends to rows s <= position.
         -1 marks a padded query, whose output is zero.
       scale: (N + R) ** -0.5 in K3.
+      spread: when other devices hold other rows; always absorbed.
       implementation: "auto", "expanded" or "absorbed".
       query_block: queries at a time, or None for a size from ``blocks.BUDGET_BYTES``.
       key_block: cache rows at a time, or None likewise.
@@ -68,7 +90,7 @@ def mla(
     Source: DeepSeek-V2 (latent attention and absorption); Moonshot's published modelling code
     (no rotation, raw shared part).
     """
-    check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, positions_BT)
+    check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, positions_BT, spread=spread is not None)
     return dispatch(
         q_BTHQ,
         cache_BSC,
@@ -76,6 +98,7 @@ def mla(
         w_v_HVC,
         ("positions", positions_BT),
         scale=scale,
+        spread=spread,
         implementation=implementation,
         query_block=query_block,
         key_block=key_block,
@@ -102,17 +125,24 @@ def choose(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC) -> tuple[str, str]:
     return "expanded", f"fewer products, and {size} bytes of keys and values"
 
 
-def dispatch(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, **options):
+def dispatch(
+    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, spread=None, **options
+):
     """Run the named or chosen form with planned block sizes; ``where`` is explained in ``xla``."""
     reason = "asked for"
+    if spread is not None:
+        implementation, reason = "absorbed", "the cache is spread over devices"
+        options["spread"] = spread
     if implementation == "auto":
         implementation, reason = choose(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC)
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"mla: implementation {implementation!r} is not one of {known}")
-    batch, queries, heads, width = q_BTHQ.shape
-    keys, row = cache_BSC.shape[1:]
+    queries, heads, width = q_BTHQ.shape[1:]
+    batch, keys, row = cache_BSC.shape
     size = q_BTHQ.dtype.itemsize
+    if spread is not None:
+        heads = jax.eval_shape(spread.queries, q_BTHQ).shape[2]
     if implementation == "expanded":
         per_key, out = batch * heads * (width + w_v_HVC.shape[1]) * size, w_v_HVC.shape[1]
     else:
@@ -136,7 +166,9 @@ def dispatch(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, **op
     )
 
 
-def check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, rows_BT, name: str = "mla") -> None:
+def check(
+    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, rows_BT, name: str = "mla", spread: bool = False
+) -> None:
     """Raise ValueError unless shapes and dtypes fit together (see ``mla``)."""
     arrays = (q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC)
     if len({a.dtype for a in arrays}) != 1 or q_BTHQ.dtype not in (jnp.float32, jnp.bfloat16):
@@ -146,12 +178,13 @@ def check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, rows_BT, name: str = "mla") -> No
         raise ValueError(f"{name}: positions or indices must be int32, got {rows_BT.dtype}")
     (batch, queries, heads, width), (_, nope, latent) = q_BTHQ.shape, w_k_HNC.shape
     fits = (
-        cache_BSC.shape[0] == batch
+        cache_BSC.shape[0] == rows_BT.shape[0]
+        and (spread or cache_BSC.shape[0] == batch)
         and cache_BSC.shape[1] > 0
         and cache_BSC.shape[2] - latent == width - nope >= 0
         and w_k_HNC.shape[0] == w_v_HVC.shape[0] == heads
         and w_v_HVC.shape[2] == latent
-        and rows_BT.shape[:2] == (batch, queries)
+        and rows_BT.shape[1] == queries
     )
     if not fits:
         shapes = " ".join(str(a.shape) for a in (*arrays, rows_BT))

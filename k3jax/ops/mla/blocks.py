@@ -109,11 +109,11 @@ def plan(
 def over_queries(function: Callable, block: int, arrays: tuple, fills: tuple):
     """``function(*arrays)`` on blocks of axis 1, one after another, joined along axis 1 again.
 
-    Arrays are [B, T, ...]; a last short block is filled with ``fills`` (the value that marks a
+    Arrays and results are [B, T, ...] with any B; a last short block is filled with ``fills`` (the value that marks a
     query as padding) and cut off again. Each block is rematerialised in a backward pass, so a
     training step holds the scores of one block.
     """
-    batch, length = arrays[0].shape[:2]
+    length = arrays[0].shape[1]
     if block >= length:
         return function(*arrays)
     count = -(-length // block)
@@ -121,13 +121,17 @@ def over_queries(function: Callable, block: int, arrays: tuple, fills: tuple):
     def split(array, fill):
         widths = [(0, 0), (0, count * block - length)] + [(0, 0)] * (array.ndim - 2)
         array = jnp.pad(array, widths, constant_values=jnp.asarray(fill, array.dtype))
-        array = array.reshape(batch, count, block, *array.shape[2:])
+        array = array.reshape(array.shape[0], count, block, *array.shape[2:])
         return jnp.moveaxis(array, 1, 0)
 
     blocks = tuple(split(a, f) for a, f in zip(arrays, fills, strict=True))
     out = jax.lax.map(jax.checkpoint(lambda xs: function(*xs), prevent_cse=False), blocks)
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(batch, count * block, *out.shape[3:])[:, :length]
+
+    def join(out):
+        out = jnp.moveaxis(out, 0, 1)
+        return out.reshape(out.shape[0], count * block, *out.shape[3:])[:, :length]
+
+    return jax.tree.map(join, out)
 
 
 def over_keys(step: Callable, init, keys: int, block: int, last: jax.Array):
@@ -184,10 +188,21 @@ def partial_attention(q_XMD, k_XSD, v_XSV, mask_XMS, scale: float) -> Partial:
 def merge(a: Partial, b: Partial) -> Partial:
     """Two partial results over disjoint keys as one (online softmax, Milakov and Gimelshein)."""
     top_XM = jnp.maximum(a.top_XM, b.top_XM)
-    scale_a = jnp.exp(a.top_XM - _finite(top_XM))
-    scale_b = jnp.exp(b.top_XM - _finite(top_XM))
-    acc_XMV = a.acc_XMV * scale_a[..., None] + b.acc_XMV * scale_b[..., None]
-    return Partial(acc_XMV, top_XM, a.sum_XM * scale_a + b.sum_XM * scale_b)
+    a, b = rescale(a, top_XM), rescale(b, top_XM)
+    return Partial(a.acc_XMV + b.acc_XMV, top_XM, a.sum_XM + b.sum_XM)
+
+
+def reshape(p: Partial, rows: tuple[int, ...]) -> Partial:
+    """The same sums with other leading axes."""
+    return Partial(
+        p.acc_XMV.reshape(*rows, -1), p.top_XM.reshape(rows), p.sum_XM.reshape(rows)
+    )
+
+
+def rescale(p: Partial, top_XM: jax.Array) -> Partial:
+    """The same sums relative to ``top_XM``, which is at least ``p.top_XM``."""
+    scale_XM = jnp.exp(p.top_XM - _finite(top_XM))
+    return Partial(p.acc_XMV * scale_XM[..., None], top_XM, p.sum_XM * scale_XM)
 
 
 def normalise(p: Partial) -> jax.Array:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops.mla import blocks
+from k3jax.ops.rows import Rows
 
 
 def expanded(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, key_block):
@@ -14,6 +15,7 @@ def expanded(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, 
     ``where`` is ("positions", positions_BT) or ("indices", indices_BTk): which rows a query sees.
     """
     width = w_k_HNC.shape[-1]
+    cache_BSC = Rows.of(cache_BSC).whole()
     cache_BSC = jnp.where(_used(where, cache_BSC.shape[1])[..., None], cache_BSC, 0)
     latent_BSC, rope_BSR = cache_BSC[..., :width], cache_BSC[..., width:]
     nope_BHSN = blocks.einsum("bsc,hnc->bhsn", latent_BSC, w_k_HNC).astype(q_BTHQ.dtype)
@@ -40,12 +42,18 @@ def expanded(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, 
     )
 
 
-def absorbed(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, key_block):
-    """Queries are moved into the latent space and every head reads the same cache rows."""
-    used_BS = _used(where, cache_BSC.shape[1])
+def absorbed(
+    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, key_block, spread=None
+):
+    """Queries are moved into the latent space and every head reads the same cache rows.
+
+    ``spread`` is None, or an `ops.mla.Spread` when other devices hold other rows of the cache.
+    """
+    rows = Rows.of(cache_BSC)
+    used_BS = _used(where, rows.shape[1])
 
     def load(start, size):
-        rows_BSC = jax.lax.dynamic_slice_in_dim(cache_BSC, start, size, 1)
+        rows_BSC = rows.block(start, size)
         used = jax.lax.dynamic_slice_in_dim(used_BS, start, size, 1)
         rows_BSC = jnp.where(used[..., None], rows_BSC, 0)
         return rows_BSC, rows_BSC
@@ -56,11 +64,12 @@ def absorbed(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, query_block, 
         load,
         enter=lambda q_BTHQ: absorb_query(q_BTHQ, w_k_HNC),
         leave=lambda row_BTHC: value_from_latent(row_BTHC, w_v_HVC),
-        keys=cache_BSC.shape[1],
-        width=cache_BSC.shape[2],
+        keys=rows.shape[1],
+        width=rows.shape[2],
         per_head=False,
         scale=scale,
         sizes=(query_block, key_block),
+        spread=spread,
     )
 
 
@@ -97,7 +106,9 @@ def _used(where, keys: int):
     return member_mask(value.reshape(value.shape[0], 1, -1), keys)[:, 0]
 
 
-def _attend(q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, sizes):
+def _attend(
+    q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, sizes, spread=None
+):
     """Softmax attention by query blocks and, for long ``keys``, by key blocks.
 
     ``enter`` takes a block of queries to the width of the keys that ``load`` gives, ``leave`` the
@@ -105,12 +116,15 @@ def _attend(q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, 
     """
     kind, value = where
     query_block, key_block = sizes
-    batch, _, heads, _ = q_BTHQ.shape
 
     def one_block(q_BTHQ, value):
         length = q_BTHQ.shape[1]
-        live_BT = value >= 0 if kind == "positions" else (value >= 0).any(-1)
-        q_BTHD = enter(jnp.where(live_BT[..., None, None], q_BTHQ, 0))
+        if spread is None:
+            live_BT = value >= 0 if kind == "positions" else (value >= 0).any(-1)
+            q_BTHD = enter(jnp.where(live_BT[..., None, None], q_BTHQ, 0))
+        else:
+            q_BTHD = spread.queries(enter(q_BTHQ))
+        batch, _, heads, _ = q_BTHD.shape
         if per_head:
             rows, q_XMD = (batch, heads, length), q_BTHD.swapaxes(1, 2)
         else:
@@ -144,6 +158,9 @@ def _attend(q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, 
                 key_block,
                 value.max(),
             )
+        if spread is not None:
+            total = spread.merge(blocks.reshape(total, (batch, length, heads)))
+            return leave(blocks.normalise(total).astype(q_BTHQ.dtype))
         o_XMV = blocks.normalise(total).astype(q_BTHQ.dtype)
         if per_head:
             return leave(o_XMV.swapaxes(1, 2))
