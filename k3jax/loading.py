@@ -14,7 +14,8 @@ from k3jax.config import Config, resolve
 from k3jax.model import Transformer
 from k3jax.runtime import Model
 from k3jax.vision.loading import has_vision, load_encoder
-from sharding import Layout, make_mesh, resolve
+from sharding import Layout, make_mesh
+from sharding import resolve as arrays
 
 
 def load(
@@ -79,7 +80,7 @@ def _shardings(state: nnx.State, layout: Layout, mesh: Mesh):
     axes = {normal(path): variable.axes for path, variable in nnx.to_flat_state(state)}
 
     def sharding(path, shape, _):
-        leaf = resolve.Leaf(shape, None, axes[normal(path)])
-        return resolve.sharding(mesh, layout, leaf)
+        leaf = arrays.Leaf(shape, None, axes[normal(path)])
+        return arrays.sharding(mesh, layout, leaf)
 
     return sharding

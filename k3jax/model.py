@@ -132,11 +132,15 @@ class Transformer(nnx.Module):
             call = jax.checkpoint(_call, static_argnums=(0,)) if self.remat else _call
             graphdef, state = nnx.split(layer)
             depth, cache, aux = call(graphdef, state, depth, cache, tokens, slot)
-            return depth, cache, {
-                n: a if n == "selected" else tokens.gather(a)[0]
-                for n, a in aux.items()
-                if n in names
-            }
+            return (
+                depth,
+                cache,
+                {
+                    n: a if n == "selected" else tokens.gather(a)[0]
+                    for n, a in aux.items()
+                    if n in names
+                },
+            )
 
         def run_all(layers, depth, caches, slot=None):
             new_caches, auxes = [], []

@@ -79,7 +79,10 @@ class Programs:
 
     @classmethod
     def of(
-        cls, module: Transformer, layout: Layout | None = None, mesh: Mesh | AbstractMesh | None = None
+        cls,
+        module: Transformer,
+        layout: Layout | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
     ) -> Programs:
         """Programs of a module (which may be abstract) on a layout and its mesh."""
         graphdef, state = nnx.split(module)

@@ -135,9 +135,7 @@ class GlobalAttention(nnx.Module):
             if self.indexer_mode == "dense" or not sparse:  # every earlier token counts
                 o = attention()
             else:
-                o = dsa.attend(
-                    *(q, rows, w_k, w_v, selected), scale=self.scale, spread=spread
-                )
+                o = dsa.attend(*(q, rows, w_k, w_v, selected), scale=self.scale, spread=spread)
             if self.indexer_mode != "frozen":
                 aux |= self._indexer_aux(own, index_rows, q, rows, w_k, visible, selected)
         gate = jax.nn.sigmoid(linear(x, self.g_proj))

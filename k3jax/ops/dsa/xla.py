@@ -81,9 +81,7 @@ def everything(positions_BT, keys: int, topk: int):
     return jnp.where(legal_BTk, at_k, -1)
 
 
-def gathered(
-    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale, query_block, spread=None
-):
+def gathered(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale, query_block, spread=None):
     """Absorbed attention of every query over its own rows, gathered by query blocks."""
     rows = Rows.of(cache_BSC)
     keys = rows.shape[1]

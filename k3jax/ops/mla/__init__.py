@@ -125,9 +125,7 @@ def choose(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC) -> tuple[str, str]:
     return "expanded", f"fewer products, and {size} bytes of keys and values"
 
 
-def dispatch(
-    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, spread=None, **options
-):
+def dispatch(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, spread=None, **options):
     """Run the named or chosen form with planned block sizes; ``where`` is explained in ``xla``."""
     reason = "asked for"
     if spread is not None:

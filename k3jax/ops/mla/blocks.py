@@ -194,9 +194,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 def reshape(p: Partial, rows: tuple[int, ...]) -> Partial:
     """The same sums with other leading axes."""
-    return Partial(
-        p.acc_XMV.reshape(*rows, -1), p.top_XM.reshape(rows), p.sum_XM.reshape(rows)
-    )
+    return Partial(p.acc_XMV.reshape(*rows, -1), p.top_XM.reshape(rows), p.sum_XM.reshape(rows))
 
 
 def rescale(p: Partial, top_XM: jax.Array) -> Partial:

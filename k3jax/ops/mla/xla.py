@@ -106,9 +106,7 @@ def _used(where, keys: int):
     return member_mask(value.reshape(value.shape[0], 1, -1), keys)[:, 0]
 
 
-def _attend(
-    q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, sizes, spread=None
-):
+def _attend(q_BTHQ, where, load, *, enter, leave, keys, width, per_head, scale, sizes, spread=None):
     """Softmax attention by query blocks and, for long ``keys``, by key blocks.
 
     ``enter`` takes a block of queries to the width of the keys that ``load`` gives, ``leave`` the
