@@ -70,7 +70,7 @@ def load(
     model = Model(nnx.merge(graphdef, state), layout=layout, mesh=mesh)
     if vision or (vision is None and layers is None and has_vision(directory, config)):
         # Each process encodes on its own devices, so that all have the features.
-        devices = None if mesh is None else mesh.local_devices
+        devices = mesh.local_devices if layout is not None and mesh is not None else None
         model.vision = load_encoder(directory, config, dtype=dtype, layers=layers, devices=devices)
     return model, words
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -41,7 +41,7 @@ def load_encoder(
     *,
     dtype=jnp.bfloat16,
     layers: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Encoder:
     """Loads ``vision_tower.*`` and ``mm_projector.*``.
 
