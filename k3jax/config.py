@@ -96,6 +96,16 @@ class VisionConfig:
         2.0**-23
     )  # eps left unset in Moonshot's code means the float32 machine epsilon
 
+    @property
+    def patch_width(self) -> int:
+        """Values of one patch: 3 channels."""
+        return 3 * self.patch_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Width of a window of merged patches, what the projector reads."""
+        return self.hidden_size * self.merge[0] * self.merge[1]
+
 
 @dataclass(frozen=True)
 class QuantizationConfig:

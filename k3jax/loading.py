@@ -15,6 +15,7 @@ from k3jax.config import Config, resolve
 from k3jax.experts import with_copies
 from k3jax.model import Transformer
 from k3jax.runtime import Model
+from k3jax.vision.loading import has_vision, load_encoder
 from sharding import Layout, make_mesh
 from sharding import resolve as arrays
 
@@ -28,6 +29,7 @@ def load(
     expert_loads=None,
     layers: int | None = None,
     tokenizer: bool = True,
+    vision: bool | None = None,
 ):
     """Load a checkpoint in Moonshot's format, or one that `k3jax convert` wrote.
 
@@ -41,6 +43,8 @@ def load(
       expert_loads: [MoE layers, experts], measured; which experts get the layout's extra slots.
       layers: load only the first so many layers.
       tokenizer: False skips the tokenizer and returns None in its place.
+      vision: True loads the vision tower too and fails where there is none, False skips it; None
+        loads it if the checkpoint has one and ``layers`` is not given.
     Returns:
       (`Model`, `Tokenizer`).
     Raises:
@@ -71,7 +75,12 @@ def load(
     module = nnx.merge(graphdef, state)
     if layout is not None and layout.extra_experts:
         module = with_copies(module, expert_loads, layout, mesh)
-    return Model(module, layout=layout, mesh=mesh), words
+    model = Model(module, layout=layout, mesh=mesh)
+    if vision or (vision is None and layers is None and has_vision(directory, config)):
+        # Each process encodes on its own devices, so that all have the features.
+        devices = mesh.local_devices if layout is not None and mesh is not None else None
+        model.vision = load_encoder(directory, config, dtype=dtype, layers=layers, devices=devices)
+    return model, words
 
 
 def _shardings(state: nnx.State, layout: Layout, mesh: Mesh):

@@ -24,7 +24,7 @@ COLLECTABLE = {
 
 
 class Transformer(nnx.Module):
-    """Kimi K3 or K3.1 Pro, text only. Every method can be traced: jit, grad, shard_map.
+    """Kimi K3 or K3.1 Pro, the text model. Every method can be traced: jit, grad, shard_map.
 
     Args:
       config: the model.
@@ -78,10 +78,16 @@ class Transformer(nnx.Module):
         """The model with `jax.ShapeDtypeStruct` leaves: shapes, dtypes and axes, no memory."""
         return cls(config, None, dtype=dtype, **options)
 
-    def embed_tokens(self, tokens_BT: jax.Array, tokens: Tokens | None = None) -> jax.Array:
+    def embed_tokens(
+        self,
+        tokens_BT: jax.Array,
+        tokens: Tokens | None = None,
+        features_BTD: jax.Array | None = None,
+    ) -> jax.Array:
         """[B, T] ids -> [B, T, D], or the owned part of it when ``tokens`` says which.
 
-        An id outside the vocabulary gives NaN, never a wrong row.
+        An id outside the vocabulary gives NaN, never a wrong row. Where an id is the image
+        placeholder, the row of ``features_BTD`` stands in its place.
         """
         table = self.embed[...]
         legal = (tokens_BT >= 0) & (tokens_BT < self.config.vocab_size)
@@ -93,7 +99,13 @@ class Transformer(nnx.Module):
         here = (rows >= 0) & (rows < table.shape[0])
         x = jnp.where(here[..., None], table[jnp.where(here, rows, 0)], 0)
         x = jnp.where(legal[..., None], x, jnp.nan).astype(self.compute_dtype)
-        return tokens.reduce(x) if split and tokens is not None else x
+        x = tokens.reduce(x) if split and tokens is not None else x
+        if features_BTD is None:
+            return x
+        image_BT = tokens_BT == self.config.media_token_id
+        if tokens is not None:
+            image_BT, features_BTD = tokens.own(image_BT), tokens.own(features_BTD)
+        return jnp.where(image_BT[..., None], features_BTD.astype(x.dtype), x)
 
     def backbone(
         self,
@@ -242,8 +254,11 @@ class Transformer(nnx.Module):
         cache: CacheArrays,
         lengths_B: jax.Array | None = None,
         parallel: Parallel = SINGLE,
+        features_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheArrays]:
         """Append tokens to a cache; prefill and decode are this with T > 1 and T = 1.
+
+        ``features_BTD`` holds the rows of images, see `embed_tokens`.
 
         Returns:
           (float32 logits [B, V] after each row's last real token, the cache). A row of length 0
@@ -253,7 +268,7 @@ class Transformer(nnx.Module):
         B, T = tokens_BT.shape
         tokens = Tokens.of(positions(cache.lengths_B, T, lengths_B), parallel)
         with jax.named_scope("embedding"):
-            x = self.embed_tokens(tokens_BT, tokens)
+            x = self.embed_tokens(tokens_BT, tokens, features_BTD)
         depth, after, _ = self.backbone(x, tokens, cache)
         assert after is not None
         last_B = jnp.full((B,), T - 1, jnp.int32) if lengths_B is None else lengths_B - 1

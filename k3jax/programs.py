@@ -64,7 +64,8 @@ class Programs:
 
     Attributes:
       forward: ``(leaves, tokens_BT, embeddings_BTD, lengths_B, *, collect) -> (logits, aux)``.
-      prefill: ``(leaves, cache, tokens_BT, lengths_B) -> (logits_BV, cache)``.
+      prefill: ``(leaves, cache, tokens_BT, lengths_B, features_BTD) -> (logits_BV, cache)``; the
+        rows of images may be left out.
       decode: ``(leaves, cache, tokens_B, lengths_B) -> (logits_BV, cache)``; lengths are 1, or 0
         for a row that stays as it is; None for all rows.
       leaf_specs: of the parameters, in order.
@@ -100,8 +101,9 @@ class Programs:
                 parallel=parallel(layout, "prefill"),
             )
 
-        def prefill(leaves, cache, tokens_BT, lengths_B):
-            return bind(leaves).extend(tokens_BT, cache, lengths_B, parallel(layout, "prefill"))
+        def prefill(leaves, cache, tokens_BT, lengths_B, features_BTD=None):
+            roles = parallel(layout, "prefill")
+            return bind(leaves).extend(tokens_BT, cache, lengths_B, roles, features_BTD)
 
         def decode(leaves, cache, tokens_B, lengths_B=None):
             tokens_BT = tokens_B[:, None]
@@ -123,9 +125,15 @@ class Programs:
             )(leaves, tokens_BT, embeddings_BTD, lengths_B)
 
         out = (P(layout.batch, vocab), cache)
+
+        def spread_prefill(leaves, arrays, tokens_BT, lengths_B, features_BTD=None):
+            ins = (specs, cache, batch, batch, batch)
+            inputs = (leaves, arrays, tokens_BT, lengths_B, features_BTD)
+            return spread(prefill, in_specs=ins, out_specs=out)(*inputs)
+
         return cls(
             spread_forward,
-            spread(prefill, in_specs=(specs, cache, batch, batch), out_specs=out),
+            spread_prefill,
             spread(decode, in_specs=(specs, cache, batch, batch), out_specs=out),
             specs,
             batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,12 @@ class Model:
       mesh: the layout's mesh (`sharding.make_mesh`).
     Raises:
       LayoutError: the model does not divide over the layout.
+
+    Attributes:
+      vision: a `k3jax.vision.Encoder`, or None for text only.
     """
+
+    vision: Any = None
 
     def __init__(
         self,
@@ -162,13 +168,31 @@ class Model:
             empty = jax.jit(empty, out_shardings=self._formats)
         return Cache(empty(), np.zeros((batch,), np.int32), size)
 
-    def prefill(self, tokens_BT, cache: Cache, lengths_B=None) -> tuple[jax.Array, Cache]:
+    def encode_images(self, images) -> list[np.ndarray]:
+        """[tokens, D] features of each image, in the model dtype; rows for `prefill`.
+
+        Args:
+          images: what `k3jax.vision.read` takes: paths, bytes, PIL images, arrays, lists of frames
+            (a video gives one array a frame group), or what it returned.
+        Raises:
+          InputError: an image that cannot be read, or a model without a vision tower.
+        """
+        if self.vision is None:
+            why = "was not loaded" if self.config.vision else "is not in this checkpoint"
+            raise InputError(f"no image can be encoded: the vision tower {why}")
+        return self.vision.encode(images)
+
+    def prefill(
+        self, tokens_BT, cache: Cache, lengths_B=None, features_BTD=None
+    ) -> tuple[jax.Array, Cache]:
         """Append a prompt, or the next piece of one, to every row.
 
         Args:
           tokens_BT: [B, T] ids; row b counts up to ``lengths_B[b]``, the rest is ignored.
           cache: consumed.
           lengths_B: [B]; T if None; 0 leaves a row as it is.
+          features_BTD: [B, T, D], rows of images where the id is config.media_token_id
+            (`k3jax.vision.aligned`); the other rows are not read.
         Returns:
           (float32 logits [B, V] after each row's last new token, the cache).
         Raises:
@@ -178,13 +202,19 @@ class Model:
         B, T = tokens_BT.shape
         lengths = self._lengths(lengths_B, B, T)
         self._check_room(cache, B, lengths)
+        wanted = (B, T, self.config.hidden_size)
+        if features_BTD is not None and features_BTD.shape != wanted:
+            raise InputError(f"image features {features_BTD.shape}: expected {wanted}")
         after = cache.lengths_B + lengths
         arrays, logits = cache.consume(), None
         for start in range(0, T, PREFILL_CHUNK):
             piece = tokens_BT[:, start : start + PREFILL_CHUNK]
             size = bucket(piece.shape[1], MIN_TOKENS)
             here = np.clip(lengths - start, 0, piece.shape[1]).astype(np.int32)
-            inputs = map(self._place, (_pad(piece, size), here))
+            rows = None
+            if features_BTD is not None:
+                rows = _pad(features_BTD[:, start : start + PREFILL_CHUNK], size)
+            inputs = map(self._place, (_pad(piece, size), here, rows))
             new, arrays = self._prefill(self._leaves, arrays, *inputs)
             new = self._everywhere(new)[:B]
             logits = new if logits is None else jnp.where((here > 0)[:, None], new, logits)

@@ -37,7 +37,7 @@ class Report:
       parameters: one row a parameter of the text model.
       bytes_by_component: stored bytes; those of the files where there are files.
       refused: why a load would be refused; empty if it would not.
-      notes: vision not loaded, unknown keys, unmatched quantisation entries.
+      notes: whether vision is there, unknown keys, unmatched quantisation entries.
     """
 
     where: str

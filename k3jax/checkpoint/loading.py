@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,8 +41,9 @@ def load(
     layers: int | None = None,
     strict_ignore: bool = False,
     progress: bool | Progress | None = None,
+    part: Literal["text", "vision"] = "text",
 ) -> dict[Any, Any]:
-    """Loads the text model.
+    """Loads the text model, or the vision tower with its projector.
 
     Scales are read and checked before any other weight. Expert weights stay packed where the tree
     has ``w13_codes``, and are unpacked where it has ``w13``.
@@ -57,6 +58,7 @@ def load(
       layers: load only the first layers; other shards may be absent.
       strict_ignore: refuse entries of the quantisation lists that match nothing.
       progress: True, False, None for a bar on a terminal, or ``(done, total, parameter) -> None``.
+      part: whose tree ``abstract_params`` is: Transformer's or VisionTower's.
     Returns:
       The tree of ``abstract_params`` with arrays.
     Raises:
@@ -64,19 +66,24 @@ def load(
         before any data is read; bad scales before any other weight is.
     """
     directory = Path(directory)
-    plan = examine(directory, config, layers=layers, strict_ignore=strict_ignore)
+    vision = part == "vision"
+    plan = examine(directory, config, layers=layers, strict_ignore=strict_ignore, vision=vision)
     keys = tree.flatten(abstract_params)
     leaves = {tree.normal(path): leaf for path, leaf in keys.items()}
     form = tree.form_of(leaves) or plan.form
     problems = list(plan.problems)
-    if form == "mxfp4" and plan.form == "dense":
+    if vision and not plan.vision and not problems:
+        problems.append("no vision_tower or mm_projector tensor is here: a text-only checkpoint")
+    if form == "mxfp4" and plan.form == "dense" and not vision:
         problems.append("the experts are not packed; build the model with experts='dense'")
-    problems += tree.compare(leaves, plan.config, form, None if dtype is None else np.dtype(dtype))
+    table = names.vision_parameters(config) if vision else names.parameters(plan.config, form)
+    problems += tree.compare(leaves, table, None if dtype is None else np.dtype(dtype))
     if problems:
         raise CheckpointError(str(directory), problems)
     for note in plan.notes:
         log.info("%s: %s", directory, note)
-    groups = _groups(plan, unpack=form == "dense" and plan.form == "mxfp4")
+    specs = plan.vision if vision else plan.specs
+    groups = _groups(plan, specs, unpack=form == "dense" and plan.form == "mxfp4")
     arrays: dict[names.Path, jax.Array | None] = {}
     faults = Faults()
     with _shards(directory) as readers, ThreadPoolExecutor(THREADS) as pool:
@@ -95,10 +102,12 @@ def load(
     return tree.unflatten({path: arrays[tree.normal(path)] for path in keys})
 
 
-def _groups(plan: Plan, *, unpack: bool) -> dict[names.Path, list[Piece]]:
+def _groups(
+    plan: Plan, specs: dict[str, names.TensorSpec], *, unpack: bool
+) -> dict[names.Path, list[Piece]]:
     """The tensors of every parameter; packed experts that are to be unpacked under one path."""
     groups: dict[names.Path, list[Piece]] = {}
-    for name, spec in plan.specs.items():
+    for name, spec in specs.items():
         assert spec.target is not None
         target, scale, scale_name = spec.target, None, ""
         if unpack and name.endswith(".weight_scale"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -35,7 +35,7 @@ class TensorSpec(NamedTuple):
       shape, dtype: as stored in the file.
       component: what it counts as in reports, for instance "kda" or "experts".
       kind: "model", "float32", "uint8" or "vision".
-      target: path of the parameter, None for what is not loaded (vision).
+      target: path of the parameter; None for vision, see :func:`vision_tensors`.
       index: where in the parameter it goes: period number, expert, rows. The stored shape without
         its ones is the shape of that place, but for a padded ``A_log``.
       layer: 0-based layer, None outside the layers.
@@ -149,21 +149,23 @@ w2.weight         w2          L,M     0  L
 """,
 }
 _VISION_TOP = """
-vision_tower.patch_embed.proj.weight         -  T,3,X,X    vision  vision
-vision_tower.patch_embed.pos_emb.weight      -  Y,Z,T      vision  vision
-vision_tower.encoder.final_layernorm.weight  -  T          vision  vision
-mm_projector.proj.0.weight                   -  G,G        vision  projector
-mm_projector.proj.2.weight                   -  D,G        vision  projector
-mm_projector.post_norm.weight                -  D          vision  projector
+vision_tower.patch_embed.proj.weight         patch_embed    T,3,X,X    vision  vision
+vision_tower.patch_embed.pos_emb.weight      positions      Y,Z,T      vision  vision
+vision_tower.encoder.final_layernorm.weight  final_norm     T          vision  vision
+mm_projector.proj.0.weight                   projector_in   G,G        vision  projector
+mm_projector.proj.2.weight                   projector_out  D,G        vision  projector
+mm_projector.post_norm.weight                projector_norm D          vision  projector
 """
 _VISION_BLOCK = """
-norm0.weight    -  T    vision  vision
-norm1.weight    -  T    vision  vision
-wqkv.weight     -  3B,T vision  vision
-wo.weight       -  T,B  vision  vision
-mlp.fc0.weight  -  U,T  vision  vision
-mlp.fc1.weight  -  T,U  vision  vision
+norm0.weight    blocks.norm0  T    vision  vision
+norm1.weight    blocks.norm1  T    vision  vision
+wqkv.weight     blocks.wqkv   3B,T vision  vision
+wo.weight       blocks.wo     T,B  vision  vision
+mlp.fc0.weight  blocks.fc0    U,T  vision  vision
+mlp.fc1.weight  blocks.fc1    T,U  vision  vision
 """
+# In memory a patch, and the cells of the position table, are one dimension.
+_VISION_MEMORY = {"patch_embed": ("T", "3XX"), "positions": ("YZ", "T")}
 
 
 def padded_heads(num_heads: int) -> int:
@@ -189,7 +191,8 @@ def _sizes(config: Config) -> dict[str, int]:
         sizes |= {"T": vision.hidden_size, "X": vision.patch_size, "B": vision.qkv_size}
         sizes |= {"3B": 3 * vision.qkv_size, "U": vision.intermediate_size}
         sizes |= {"Y": vision.position_table[0], "Z": vision.position_table[1]}
-        sizes |= {"G": vision.hidden_size * vision.merge[0] * vision.merge[1]}
+        sizes |= {"YZ": math.prod(vision.position_table), "3XX": vision.patch_width}
+        sizes |= {"G": vision.merged_size}
     return sizes
 
 
@@ -235,14 +238,16 @@ def _expert_rows(form: str, sizes: dict[str, int]) -> Iterator[tuple[str, str, A
         yield name, parameter, shape, slice(start, start + shape[0]), sizes[rows]
 
 
-def _vision_rows(config: Config, sizes: dict[str, int]) -> Iterator[tuple[str, _Row]]:
+def _vision_rows(config: Config, sizes: dict[str, int]) -> Iterator[tuple[str, _Row, tuple]]:
+    """(published name, row, place in the stack of blocks)."""
     if config.vision is None:
         return
     for row in _rows(_VISION_TOP, sizes):
-        yield row.name, row
+        memory = tuple(sizes[s] for s in _VISION_MEMORY.get(join(row.path), ())) or row.memory
+        yield row.name, replace(row, memory=memory), ()
     for block in range(config.vision.num_layers):
         for row in _rows(_VISION_BLOCK, sizes):
-            yield f"vision_tower.encoder.blocks.{block}.{row.name}", row
+            yield f"vision_tower.encoder.blocks.{block}.{row.name}", row, (block,)
 
 
 def expert_form(config: Config) -> str:
@@ -280,9 +285,27 @@ def tensors(config: Config, experts: str | None = None) -> dict[str, TensorSpec]
                 table[f"{head}block_sparse_moe.experts.{expert}.{name}"] = TensorSpec(
                     shape, STORED[kind], "experts", kind, target, (*lead, expert, rows), layer
                 )
-    for name, row in _vision_rows(config, sizes):
-        add(name, row, None, (), None)
+    for name, spec in vision_tensors(config).items():
+        table[name] = spec._replace(target=None, index=())
     return table
+
+
+def vision_tensors(config: Config) -> dict[str, TensorSpec]:
+    """The tensors of tower and projector by published name; targets are paths of VisionTower."""
+    return {
+        name: TensorSpec(row.shape, BFLOAT16, row.component, row.kind, row.path, index, None)
+        for name, row, index in _vision_rows(config, _sizes(config))
+    }
+
+
+def vision_parameters(config: Config) -> dict[Path, ParameterSpec]:
+    """Every parameter of the VisionTower of ``config``, blocks first; empty without vision."""
+    result: dict[Path, ParameterSpec] = {}
+    for _, row, index in _vision_rows(config, _sizes(config)):
+        assert config.vision is not None
+        stack = (config.vision.num_layers,) if index else ()
+        result[row.path] = ParameterSpec(stack + row.memory, "model", row.component)
+    return result
 
 
 def parameters(config: Config, experts: str | None = None) -> dict[Path, ParameterSpec]:
@@ -332,8 +355,8 @@ def count_parameters(config: Config) -> ParameterCount:
     moe = config.moe
     routed = counts.get("experts", 0)
     idle += routed - routed * moe.num_experts_per_token // moe.num_experts
-    for _, row in _vision_rows(config, _sizes(config)):
-        counts[row.component] = counts.get(row.component, 0) + math.prod(row.shape)
+    for spec in vision_tensors(config).values():
+        counts[spec.component] = counts.get(spec.component, 0) + spec.size
     return ParameterCount(text, text - idle, counts)
 
 

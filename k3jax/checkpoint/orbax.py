@@ -198,7 +198,9 @@ def load(
             f"the experts are stored as {manifest.form!r}; build the model with "
             f"experts={manifest.form!r}"
         )
-    problems += tree.compare(leaves, config, form, None if dtype is None else np.dtype(dtype))
+    problems += tree.compare(
+        leaves, names.parameters(config, form), None if dtype is None else np.dtype(dtype)
+    )
     wanted = parts(config, manifest.form)
     groups = _needed(manifest, wanted)
     problems += _compare_parts(groups, wanted, config)

@@ -35,6 +35,7 @@ class Plan:
       config: truncated to the layers asked for.
       form: "mxfp4" or "dense", how the files store experts.
       specs: the text tensors that are to be loaded, by published name.
+      vision: the tensors of the vision tower that are to be loaded; empty where there are none.
       stored: where each tensor found lies, by published name.
       problems: why a load must be refused; empty means it can go on.
       notes: what the user should know though it does not stop a load.
@@ -45,6 +46,7 @@ class Plan:
     config: Config
     form: str = "mxfp4"
     specs: dict[str, names.TensorSpec] = field(default_factory=dict)
+    vision: dict[str, names.TensorSpec] = field(default_factory=dict)
     stored: dict[str, Stored] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -71,7 +73,12 @@ def _collector_paused() -> Iterator[None]:
 
 @_collector_paused()
 def examine(
-    directory: str | Path, config: Config, *, layers: int | None = None, strict_ignore: bool = False
+    directory: str | Path,
+    config: Config,
+    *,
+    layers: int | None = None,
+    strict_ignore: bool = False,
+    vision: bool = False,
 ) -> Plan:
     """Reads the index and the headers, and compares them with the table of names.
 
@@ -79,6 +86,7 @@ def examine(
       layers: only the first layers and the tensors outside the layers; shards that hold neither
         may be absent and are not opened.
       strict_ignore: entries of the quantisation lists that match nothing are problems.
+      vision: with ``layers``, the shards of the vision tower are wanted too.
     """
     directory = Path(directory)
     plan = Plan(directory, config if layers is None else config.truncated(layers))
@@ -89,7 +97,7 @@ def examine(
     needed = {
         file
         for name, file in weight_map.items()
-        if not partial or _wanted(names.canonical(name), plan.config)
+        if not partial or _wanted(names.canonical(name), plan.config, vision)
     }
     listed = set(weight_map.values())
     unlisted = sorted(p.name for p in directory.glob("*.safetensors") if p.name not in listed)
@@ -101,9 +109,9 @@ def examine(
         total = sum(e.stop - e.start for entries in headers.values() for e in entries.values())
         if total != total_size:
             plan.add([f"{INDEX}: total_size = {total_size}, the shards hold {total} bytes"])
-    _collect(plan, headers, partial)
+    _collect(plan, headers, partial, vision)
     pending = {names.canonical(name) for name, file in weight_map.items() if file in broken}
-    _compare_table(plan, config, pending, partial)
+    _compare_table(plan, config, pending, partial and not vision)
     found, plan.unmatched = ignore.check(config, map(names.canonical, weight_map))
     plan.add(found)
     if strict_ignore:
@@ -114,9 +122,11 @@ def examine(
     return plan
 
 
-def _wanted(name: str, config: Config) -> bool:
+def _wanted(name: str, config: Config, vision: bool) -> bool:
     layer = names.layer_of(name)
-    return not names.is_vision(name) if layer is None else layer < config.num_layers
+    if layer is None:
+        return vision or not names.is_vision(name)
+    return layer < config.num_layers
 
 
 def _read_index(plan: Plan) -> tuple[dict[str, str], float | None]:
@@ -191,12 +201,14 @@ def _compare_index(
         plan.add(found)
 
 
-def _collect(plan: Plan, headers: dict[str, dict[str, safetensors.Entry]], partial: bool) -> None:
+def _collect(
+    plan: Plan, headers: dict[str, dict[str, safetensors.Entry]], partial: bool, vision: bool
+) -> None:
     twice = []
     for file, entries in headers.items():
         for stored_name, entry in entries.items():
             name = names.canonical(stored_name)
-            if partial and not _wanted(name, plan.config):
+            if partial and not _wanted(name, plan.config, vision):
                 continue
             other = plan.stored.get(name)
             if other is not None:
@@ -208,7 +220,7 @@ def _collect(plan: Plan, headers: dict[str, dict[str, safetensors.Entry]], parti
     plan.add(twice)
 
 
-def _compare_table(plan: Plan, full: Config, pending: set[str], partial: bool) -> None:
+def _compare_table(plan: Plan, full: Config, pending: set[str], text_only: bool) -> None:
     config = plan.config
     known = plan.stored.keys() | pending
     if any(name.endswith(".weight_packed") for name in known):
@@ -222,13 +234,15 @@ def _compare_table(plan: Plan, full: Config, pending: set[str], partial: bool) -
         has = "a" if config.mxfp4_experts else "no"
         plan.notes.append(f"experts are {state} though the config has {has} quantization_config")
     table = names.tensors(config, plan.form)
-    vision = {name for name, spec in table.items() if spec.kind == "vision"}
-    if partial or not any(names.is_vision(name) for name in known):
-        # A text-only copy or a few layers: vision is not loaded yet anyway.
-        table = {name: spec for name, spec in table.items() if name not in vision}
+    vision = names.vision_tensors(config)
     if vision:
-        state = "not loaded" if partial or vision & known else "absent"
-        plan.notes.append(f"vision: {state} ({len(vision)} tensors)")
+        state = "present" if vision.keys() & known else "absent"
+        plan.notes.append(f"vision: {'left out' if text_only else state} ({len(vision)} tensors)")
+    if text_only or not any(names.is_vision(name) for name in known):
+        # A text-only copy, or a few layers: the text model can be loaded without the tower.
+        table = {name: spec for name, spec in table.items() if name not in vision}
+    else:
+        plan.vision = vision
     missing = [name for name in table if name not in known]
     indexer = [name for name in missing if table[name].component == "indexer"]
     plan.add(

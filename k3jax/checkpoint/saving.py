@@ -100,7 +100,7 @@ def save(
     directory = Path(directory).resolve()
     leaves = {tree.normal(path): leaf for path, leaf in tree.flatten(params).items()}
     form = tree.form_of(leaves) or names.expert_form(config)
-    problems = tree.compare(leaves, config, form, None)
+    problems = tree.compare(leaves, names.parameters(config, form), None)
     vision = _vision(vision_from, config, problems)
     for path, leaf in leaves.items():
         if np.dtype(leaf.dtype) not in safetensors.CODE:

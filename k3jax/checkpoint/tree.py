@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from k3jax.checkpoint import names
-from k3jax.config import Config
 
 
 def normal(path: tuple[Any, ...]) -> names.Path:
@@ -45,10 +44,11 @@ def form_of(paths: Any) -> str | None:
 
 
 def compare(
-    leaves: Mapping[names.Path, Any], config: Config, form: str, dtype: np.dtype | None
+    leaves: Mapping[names.Path, Any],
+    table: Mapping[names.Path, names.ParameterSpec],
+    dtype: np.dtype | None,
 ) -> list[str]:
-    """What is wrong with a tree for ``config``: paths, shapes, dtypes (None: any float)."""
-    table = names.parameters(config, form)
+    """What is wrong with a tree for ``table``: paths, shapes, dtypes (None: any float)."""
     problems = [
         f"parameter {names.join(path)}: the model lacks it" for path in table.keys() - leaves
     ]

@@ -32,6 +32,11 @@ class Generate:
     """Equal seeds give equal text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights and the arithmetic; experts stay MXFP4."""
+    image: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An image file, or an animated one for video; once for each. They stand in front of the
+    prompt, or where it says <|kimi_image_placeholder|>."""
+    vision: bool = True
+    """Load the vision tower where there is one; --no-vision saves its memory."""
     echo: bool = False
     """Write the prompt before its continuation."""
     stream: bool = True
@@ -41,6 +46,8 @@ class Generate:
         from k3jax.generate.loop import check_request, generate
 
         check_request(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
+        if self.image and not self.vision:
+            raise InputError(f"--image {self.image[0]} needs the vision tower: no --no-vision")
         prompt = read_stdin() if self.prompt == "-" else self.prompt
         if not prompt:
             raise InputError("the prompt is empty")
@@ -49,8 +56,10 @@ class Generate:
 
         import k3jax
 
+        items = self.read_images()
         keep_compiled_programs()
-        model, tokenizer = k3jax.load(self.model, dtype=jnp.dtype(self.dtype))
+        vision = (bool(items) or None) if self.vision else False
+        model, tokenizer = k3jax.load(self.model, dtype=jnp.dtype(self.dtype), vision=vision)
         if tokenizer is None:
             raise InputError(f"{self.model} has no tokenizer (tiktoken.model)")
 
@@ -70,9 +79,19 @@ class Generate:
             top_k=self.top_k,
             seed=self.seed,
             on_text=write if self.stream else None,
+            images=items,
         )
         write("\n" if self.stream else result.text + "\n")
         print(result, file=sys.stderr)
+
+    def read_images(self) -> list:
+        """Items of --image, read before the model: a bad file should not cost a load."""
+        if not self.image:
+            return []
+        from k3jax.config import Config, resolve
+        from k3jax.vision.preprocess import read
+
+        return read(self.image, Config.from_hf(resolve(self.model)))
 
 
 def read_stdin() -> str:

@@ -78,7 +78,9 @@ class Logits:
         import k3jax
 
         keep_compiled_programs()
-        model, _ = k3jax.load(self.directory, dtype=jnp.dtype(self.dtype), tokenizer=False)
+        model, _ = k3jax.load(
+            self.directory, dtype=jnp.dtype(self.dtype), tokenizer=False, vision=False
+        )
         if self.incremental is not None:
             arrays = {"logits": incremental_logits(model, tokens_BT, self.incremental)}
         else:

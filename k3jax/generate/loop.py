@@ -14,6 +14,9 @@ from k3jax.errors import InputError, K3Error
 from k3jax.generate.sampling import BAD_ROW, check_options, sample_step
 from k3jax.generate.timing import CompileClock
 from k3jax.tokenizer import StreamDecoder, Tokenizer
+from k3jax.vision.merge import aligned, expand
+from k3jax.vision.merge import prompt as with_images
+from k3jax.vision.preprocess import Item, read
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def generate(
     stop_ids: Iterable[int] | None = None,
     on_text: Callable[[str], None] | None = None,
     prefill_chunk: int | None = None,
+    images: Sequence | None = None,
 ) -> Generation:
     """Continues one prompt.
 
@@ -99,15 +103,19 @@ def generate(
         eos_token_id.
       on_text: called with each new piece of text, whole characters only.
       prefill_chunk: prefill that many tokens at a time.
+      images: what ``k3jax.vision.read`` takes. In a prompt of text each
+        ``<|kimi_image_placeholder|>`` stands for one, or all stand in front; in ids each
+        ``config.media_token_id`` is one, not yet expanded.
 
     Raises:
-      InputError: empty prompt, an id outside the vocabulary, prompt and new tokens together above
-        max_position_embeddings or the cache, an option outside its range.
+      InputError: empty prompt, more or fewer placeholders than images, a model without vision, an
+        id outside the vocabulary, prompt and new tokens together above max_position_embeddings or
+        the cache, an option outside its range.
       K3Error: the model's logits are not finite.
     """
     check_request(max_new_tokens, temperature, top_p, top_k, seed, prefill_chunk)
     config = model.config
-    ids_T = encode_prompt(tokenizer, prompt)
+    ids_T, items = encode_prompt(tokenizer, prompt, images, config)
     _check_prompt(ids_T, config, max_new_tokens)
     if stop_ids is None:
         stop_ids = tokenizer.stop_ids | {config.eos_token_id}
@@ -137,7 +145,10 @@ def generate(
 
     with CompileClock() as clock:
         start = time.perf_counter()
-        token_B, cache = _prefill(model, cache, ids_T, prefill_chunk, key, options)
+        features_TD = None
+        if items:
+            features_TD = aligned(ids_T, model.encode_images(items), config.media_token_id)
+        token_B, cache = _prefill(model, cache, ids_T, features_TD, prefill_chunk, key, options)
         first = last = time.perf_counter()
         for step in range(max_new_tokens):
             following_B = token_B
@@ -175,14 +186,24 @@ def generate(
     )
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """The ids of a prompt. Raises InputError for an empty one."""
-    ids_T = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not ids_T:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], images: Sequence | None, config
+) -> tuple[list[int], list[Item]]:
+    """The ids of a prompt with images expanded, and the images. InputError for an empty one."""
+    items = read(images, config) if images else []
+    if len(prompt) == 0 and not items:
         raise InputError("the prompt is empty")
+    if not isinstance(prompt, str):
+        ids_T = list(prompt)
+    elif items:
+        ids_T = with_images(tokenizer, prompt, items, config.media_token_id)
+    else:
+        ids_T = tokenizer.encode(prompt)
+    if items:
+        ids_T = expand(ids_T, [item.tokens for item in items], config.media_token_id)
     if isinstance(prompt, str) and tokenizer.add_bos and tokenizer.bos_id is not None:
-        return [tokenizer.bos_id, *ids_T]
-    return ids_T
+        ids_T = [tokenizer.bos_id, *ids_T]
+    return ids_T, items
 
 
 def _check_prompt(ids_T: Sequence[int], config, max_new_tokens: int) -> None:
@@ -198,11 +219,12 @@ def _check_prompt(ids_T: Sequence[int], config, max_new_tokens: int) -> None:
         )
 
 
-def _prefill(model, cache, ids_T, chunk, key, options):
+def _prefill(model, cache, ids_T, features_TD, chunk, key, options):
     """Returns the first new token (on the device, finished) and the filled cache."""
     tokens_BT = np.asarray([ids_T], np.int32)
     logits_BV = None
     for begin in range(0, len(ids_T), chunk or len(ids_T)):
-        part_BT = tokens_BT[:, begin : begin + (chunk or len(ids_T))]
-        logits_BV, cache = model.prefill(part_BT, cache)
+        piece = slice(begin, begin + (chunk or len(ids_T)))
+        rows = {} if features_TD is None else {"features_BTD": features_TD[None, piece]}
+        logits_BV, cache = model.prefill(tokens_BT[:, piece], cache, **rows)
     return jax.block_until_ready(sample_step(logits_BV, key, np.int32(0), *options)), cache

@@ -24,16 +24,25 @@ class Maker:
 
     Attributes:
       dtype: of the weights that follow the model; float32 ones say so where they are made.
-      stack: length of a leading ``layers`` axis on every array, or None. A scan over periods
-        slices it off again.
+      stack: length of a leading axis on every array, or None. A scan over periods slices it off
+        again.
+      stack_axis: the logical name of that axis.
       std: standard deviation of the normal initialiser.
     """
 
-    def __init__(self, rngs: nnx.Rngs | None, dtype, std: float, stack: int | None = None):
-        self.rngs, self.dtype, self.std, self.stack = rngs, jnp.dtype(dtype), std, stack
+    def __init__(
+        self,
+        rngs: nnx.Rngs | None,
+        dtype,
+        std: float,
+        stack: int | None = None,
+        stack_axis: str = "layers",
+    ):
+        self.rngs, self.dtype, self.std = rngs, jnp.dtype(dtype), std
+        self.stack, self.stack_axis = stack, stack_axis
 
-    def stacked(self, length: int) -> Maker:
-        return Maker(self.rngs, self.dtype, self.std, length)
+    def stacked(self, length: int, axis: str = "layers") -> Maker:
+        return Maker(self.rngs, self.dtype, self.std, length, axis)
 
     def __call__(
         self,
@@ -49,7 +58,7 @@ class Maker:
             raise ValueError(f"axes {axes} do not name the dimensions of {shape}")
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if self.stack is not None:
-            shape, axes = (self.stack, *shape), ("layers", *axes)
+            shape, axes = (self.stack, *shape), (self.stack_axis, *axes)
         if self.rngs is None:
             return kind(jax.ShapeDtypeStruct(shape, dtype), axes=axes)
         if init == "normal":

@@ -31,7 +31,7 @@ def model(monkeypatch):
     model = MarkovModel(table_VV, eos_token_id=257, dsa="an indexer")
     model.loads = []
 
-    def load(where, dtype=jnp.bfloat16, tokenizer=True):
+    def load(where, dtype=jnp.bfloat16, tokenizer=True, vision=None):
         model.loads.append((where, jnp.dtype(dtype).name))
         return model, TOKENIZER if tokenizer else None
 

@@ -24,11 +24,16 @@ ALLOWED = {
     "runtime": {"config", "cache", "model", "programs", "errors"},
     "checkpoint": {"config", "checkpoint", "quantization", "errors"},
     "tokenizer": {"config", "errors"},
-    "loading": {"config", "checkpoint", "model", "programs", "runtime", "tokenizer", "errors"},
+    "vision": {"config", "checkpoint", "layers", "vision", "errors"},
     "programs": {"config", "cache", "model", "errors"},
+    "experts": {"config", "model", "errors"},
+    "loading": {
+        "config", "checkpoint", "experts", "model", "programs", "runtime", "tokenizer", "vision",
+        "errors",
+    },
     "plan": {"config", "cache", "model", "programs", "plan", "errors"},
-    "generate": {"config", "generate", "runtime", "tokenizer", "errors"},
-}
+    "generate": {"config", "generate", "runtime", "tokenizer", "vision", "errors"},
+}  # fmt: skip
 
 
 def imports(path: Path):
