@@ -50,7 +50,7 @@ def with_copies(
     filled = {}
     for path, variable in nnx.to_flat_state(state):
         where = resolve.sharding(mesh, layout, variable)
-        name, stack = path[-1], of_layer.get(path[:2])
+        name, stack = path[-1], of_layer.get(path[:2], [])
         if name in ("copies", "slot_order"):
             value = np.stack([getattr(p, name) for p in stack])
             value = jax.device_put(value.reshape(variable.get_value().shape), where)

@@ -73,7 +73,7 @@ def load(
     )
     nnx.replace_by_pure_dict(state, params)
     module = nnx.merge(graphdef, state)
-    if layout is not None and layout.extra_experts:
+    if layout is not None and mesh is not None and layout.extra_experts:
         module = with_copies(module, expert_loads, layout, mesh)
     model = Model(module, layout=layout, mesh=mesh)
     if vision or (vision is None and layers is None and has_vision(directory, config)):

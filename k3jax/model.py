@@ -89,23 +89,23 @@ class Transformer(nnx.Module):
         An id outside the vocabulary gives NaN, never a wrong row. Where an id is the image
         placeholder, the row of ``features_BTD`` stands in its place.
         """
+        if tokens is None:
+            tokens = Tokens.of(jnp.zeros(tokens_BT.shape, jnp.int32), SINGLE)
         table = self.embed[...]
+        split = "vocab" in tokens.parallel.split
         legal = (tokens_BT >= 0) & (tokens_BT < self.config.vocab_size)
-        rows = tokens_BT
-        if split := tokens is not None and "vocab" in tokens.parallel.split:
+        if split:  # every token's row, where this device has it
             rows = tokens_BT - collectives.index(tokens.parallel.tensor) * table.shape[0]
-        elif tokens is not None:
+        else:
             rows, legal = tokens.own(tokens_BT), tokens.own(legal)
         here = (rows >= 0) & (rows < table.shape[0])
         x = jnp.where(here[..., None], table[jnp.where(here, rows, 0)], 0)
         x = jnp.where(legal[..., None], x, jnp.nan).astype(self.compute_dtype)
-        x = tokens.reduce(x) if split and tokens is not None else x
+        x = tokens.reduce(x) if split else x
         if features_BTD is None:
             return x
-        image_BT = tokens_BT == self.config.media_token_id
-        if tokens is not None:
-            image_BT, features_BTD = tokens.own(image_BT), tokens.own(features_BTD)
-        return jnp.where(image_BT[..., None], features_BTD.astype(x.dtype), x)
+        image = tokens.own(tokens_BT == self.config.media_token_id)
+        return jnp.where(image[..., None], tokens.own(features_BTD).astype(x.dtype), x)
 
     def backbone(
         self,

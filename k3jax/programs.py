@@ -8,7 +8,9 @@ layout (`k3jax plan`) can be read off the traced program.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ def parallel(layout: Layout | None, phase: str) -> Parallel:
     )
 
 
-def variables(module: nnx.Module) -> list[nnx.Variable]:
+def variables(module: nnx.Module) -> list[Any]:
     """The variables of a module in the order of its flattened state."""
     return jax.tree.leaves(nnx.split(module)[1], is_leaf=lambda v: isinstance(v, nnx.Variable))
 
@@ -72,9 +74,9 @@ class Programs:
       batch: the spec of arrays that lead with the batch.
     """
 
-    forward: object
-    prefill: object
-    decode: object
+    forward: Callable[..., Any]
+    prefill: Callable[..., Any]
+    decode: Callable[..., Any]
     leaf_specs: tuple[P, ...]
     batch: P
 

@@ -17,6 +17,7 @@ from k3jax.config import Config
 from k3jax.errors import InputError
 from k3jax.model import Transformer
 from sharding import Layout, make_mesh
+from sharding.compile import compiler_options
 
 MIN_TOKENS = 16  # smallest prefill bucket
 MIN_CACHE = 64  # smallest cache bucket
@@ -89,21 +90,21 @@ class Model:
         self.config: Config = module.config
         self.dtype = module.compute_dtype
         self.layout, self.mesh = layout, mesh
+        self._formats, options = None, {}
         if layout is not None:
             programs.check(self.config, module, layout)
-            mesh = mesh or make_mesh(layout)
-            self.mesh = mesh
+            self.mesh = mesh = mesh or make_mesh(layout)
+            # Caches keep one format from call to call (`sharding.compile.row_major`).
+            self._formats = programs.cache_formats(self.config, layout, mesh)
+            options["out_shardings"] = (None, self._formats)
+            options["compiler_options"] = compiler_options(mesh)
         steps = programs.Programs.of(module, layout, mesh)
-        donated = (1,) if donate else ()
+        if donate:
+            options["donate_argnums"] = (1,)
         self._batch = steps.batch
         self._forward = jax.jit(steps.forward, static_argnames=("collect",))
-        # Caches keep one format from call to call (`sharding.compile.row_major`).
-        self._formats = (
-            None if layout is None else programs.cache_formats(self.config, layout, mesh)
-        )
-        out = {} if layout is None else {"out_shardings": (None, self._formats)}
-        self._prefill = jax.jit(steps.prefill, donate_argnums=donated, **out)
-        self._decode = jax.jit(steps.decode, donate_argnums=donated, **out)
+        self._prefill = jax.jit(steps.prefill, **options)
+        self._decode = jax.jit(steps.decode, **options)
         self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
 
     @property
@@ -243,6 +244,7 @@ class Model:
             return array
         rows, _ = programs.padded(self.layout, array.shape[0], 1)
         widths = [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
+        assert self.mesh is not None
         sharding = NamedSharding(self.mesh, self._batch)
         if isinstance(array, jax.Array):  # a sampled token stays on the devices
             return jax.device_put(jnp.pad(array, widths), sharding)
@@ -253,6 +255,7 @@ class Model:
         """Results complete on every device, so that each process can read and sample them."""
         if self.layout is None:
             return results
+        assert self.mesh is not None
         return jax.device_put(results, NamedSharding(self.mesh, PartitionSpec()))
 
     def _tokens(self, tokens, rank: int) -> np.ndarray:

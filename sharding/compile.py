@@ -43,6 +43,11 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """What to tell the compiler for the devices of a mesh."""
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].device_kind)
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler says of a step. Bytes are of one device.
@@ -129,8 +134,7 @@ def compile_step(
         options = {"donate_argnums": state, "out_shardings": (None, formats)}
     try:
         lowered = jax.jit(step, **options).lower(*arguments)
-        kind = mesh.devices.flat[0].device_kind
-        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(kind))
+        compiled = lowered.compile(compiler_options=compiler_options(mesh))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

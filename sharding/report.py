@@ -253,12 +253,14 @@ def _axes_of(line: str, sizes: dict[str, int]) -> tuple[str, ...] | None:
             if (along[::2] != along[1::2]).any():
                 moved.add(axis)
         return tuple(axis for axis in names if axis in moved)
-    groups = _groups(line, ids.size)
-    wanted = {frozenset(int(i) for i in group) for group in groups}
+    wanted = {frozenset(int(i) for i in group) for group in _groups(line, ids.size)}
+    # The module of one of several slices names only its own devices, the first ones.
+    named = max(max(group) for group in wanted) + 1
     grid = ids.reshape(tuple(sizes.values()))
     for choice in range(2 ** len(names)):
         axes = tuple(axis for i, axis in enumerate(names) if choice >> i & 1)
-        if {frozenset(int(i) for i in g) for g in _spanned(grid, tuple(sizes), axes)} == wanted:
+        spanned = (frozenset(int(i) for i in g) for g in _spanned(grid, tuple(sizes), axes))
+        if {group for group in spanned if min(group) < named} == wanted:
             return axes
     return None
 

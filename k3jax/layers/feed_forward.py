@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -117,16 +119,13 @@ class LatentMoE(nnx.Module):
                 renormalize=moe.renormalize,
                 dtype=config.router_dtype,
             )
-        x_BTD = None
-        if tokens.parallel.split & {"latent", "shared_mlp"}:
-            with jax.named_scope("shared"):
-                (x_BTD,) = tokens.gather(x_own)
-        split_latent = "latent" in tokens.parallel.split
+        split = tokens.parallel.split
+        with jax.named_scope("shared"):
+            # All tokens of the group where a projection is split, else those that are owned.
+            (x_BTD,) = tokens.gather(x_own) if split & {"latent", "shared_mlp"} else (x_own,)
         with jax.named_scope("latent"):
-            if split_latent:
-                z = tokens.exchange(linear(x_BTD, self.latent_down))
-            else:
-                z = linear(x_own, self.latent_down)
+            z = linear(x_BTD if "latent" in split else x_own, self.latent_down)
+            z = tokens.exchange(z) if "latent" in split else z
         routed = self._routed(z.reshape(x_ND.shape[0], -1), ids, weights, tokens, slot)
         routed = rms_norm(
             routed.reshape(*lead, -1),
@@ -134,25 +133,22 @@ class LatentMoE(nnx.Module):
             config.rms_norm_eps,
             weight_after_cast=config.norm_weight_after_cast,
         )
-        out = None  # what is complete
-        partial_BTD = None  # what has to be summed over the tensor axes
+        complete, partial = [], []  # of owned tokens; to be summed over the tensor axes
         with jax.named_scope("latent"):
-            if split_latent:
+            if "latent" in split:
                 routed_BTl = tokens.exchange_back(routed)
-                partial_BTD = linear(routed_BTl, self.latent_up, out_dtype=jnp.float32)
+                partial.append(linear(routed_BTl, self.latent_up, out_dtype=jnp.float32))
             else:
-                out = linear(routed, self.latent_up)
+                complete.append(linear(routed, self.latent_up))
         with jax.named_scope("shared"):
-            if "shared_mlp" in tokens.parallel.split:
+            if "shared_mlp" in split:
                 hidden = self.shared.hidden(x_BTD)
-                more_BTD = linear(hidden, self.shared.down_proj, out_dtype=jnp.float32)
-                partial_BTD = more_BTD if partial_BTD is None else partial_BTD + more_BTD
+                partial.append(linear(hidden, self.shared.down_proj, out_dtype=jnp.float32))
             else:
-                more = self.shared(x_own, tokens)
-                out = more if out is None else out + more
-            if partial_BTD is not None:
-                more = tokens.reduce(partial_BTD).astype(dtype)
-                out = more if out is None else out + more
+                complete.append(self.shared(x_own, tokens))
+            if partial:  # both in one exchange
+                complete.append(tokens.reduce(functools.reduce(jnp.add, partial)).astype(dtype))
+        out = functools.reduce(jnp.add, complete)
         aux = {
             "expert_ids": ids.reshape(*lead, -1),
             "expert_weights": weights.reshape(*lead, -1),

@@ -123,6 +123,7 @@ class GlobalAttention(nnx.Module):
         if config.dsa is None:
             o = attention()
         else:
+            assert index_rows is not None
             own = (detached_own, jax.lax.stop_gradient(q_latent_own))
             sparse = config.dsa.topk < rows.shape[1] * stripe.count
             if spread is None:

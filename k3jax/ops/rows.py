@@ -43,7 +43,7 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (self.batch, *self.stack.shape[-2:])
+        return self.batch, self.stack.shape[-2], self.stack.shape[-1]
 
     @property
     def dtype(self):

@@ -44,13 +44,16 @@ def test_decode(name):
     c = made.compiled
     assert c.temporary_bytes <= TEMPORARIES  # neither experts nor caches are copied
     assert c.host_peak_bytes <= HOST_BYTES
-    # Nothing that is gathered is as large as one sequence's index keys of one layer on a device.
+    # No cache is gathered: what is gathered is smaller than one layer's index keys of a device,
+    # but for weights that the layout itself stores in parts.
     layout = made.layout
-    keys = made.step.context // layout.size(layout.cache_sequence) * 128 * 2
-    gathered = [g.bytes for g in c.collectives if g.kind == "all-gather"]
-    assert max(gathered, default=0) < max(keys, 4e6)
+    if not layout.over("embed"):
+        rows = made.step.context // layout.size(layout.cache_sequence)
+        gathered = [g.bytes for g in c.collectives if g.kind == "all-gather"]
+        assert max(gathered) < rows * 128 * 2
 
 
 def test_prefill_of_4096_tokens():
     made = compiled("v5p-64-ep64", step="prefill", batch=8, chunk=4096)
+    assert made.compiled is not None
     assert made.compiled.host_peak_bytes <= HOST_BYTES

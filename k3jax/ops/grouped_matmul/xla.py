@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ def _one_expert(w: Weight, e: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, .
 def _dot(x_MI: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
     """[M, O] accumulated in float32 and rounded to the dtype of x."""
     x_MIp = x_MI.reshape(x_MI.shape[0], -1, len(parts))
-    y_MO = sum(
+    halves = [
         lax.dot_general(
             x_MIp[:, :, i],
             w_OI,
@@ -85,8 +86,8 @@ def _dot(x_MI: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
             preferred_element_type=jnp.float32,
         )
         for i, w_OI in enumerate(parts)
-    )
-    return y_MO.astype(x_MI.dtype)
+    ]
+    return functools.reduce(jnp.add, halves).astype(x_MI.dtype)
 
 
 class _Constants(NamedTuple):
