@@ -1,4 +1,4 @@
-"""What every section uses: two layouts, arrays made on the devices, timing, comparing, estimates."""
+"""What every section uses: two layouts, arrays made on devices, timing, comparing, estimates."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.multi_device.common import Bench, Side, measure, rms
@@ -96,28 +97,28 @@ def dispatch_check(bench: Bench):
     """
     devices = bench.all.devices
     for tokens, local in ((1, 7), (63, 112)):
-        forward = _forms(bench.all)
+        forward = jax.jit(_spread(bench.all, *FORMS))
         rng = np.random.default_rng(tokens)
         for routing in ROUTINGS:
             arrays = _draw(rng, devices * tokens, devices, local, routing)
             want_NL = _oracle(*arrays)
-            got_FNL = np.asarray(forward(*arrays))
+            got_FNL = np.asarray(forward(*_put(bench.all, *arrays)))
             error = max(rms(got_NL, want_NL) for got_NL in got_FNL)
             name = f"{routing}, {tokens} x {local}"
             bench.add("dispatch", name, ok=bool(error <= 1e-5), rms=error, forms=list(FORMS))
     z_NL, ids_Nk, weights_Nk, w_ELL = _draw(rng, devices * 8, devices, 7, "one empty")
     pull_NL = rng.normal(size=z_NL.shape).astype(np.float32)
 
-    def gradients(step):
-        def loss(z_NL, weights_Nk, w_ELL):
-            return (step(z_NL, ids_Nk, weights_Nk, w_ELL) * pull_NL).sum()
+    def gradients(side: Side):
+        step = _spread(side, "ragged")
+        z, ids, weights, w, pull = _put(side, z_NL, ids_Nk, weights_Nk, w_ELL, pull_NL)
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(z_NL, weights_Nk, w_ELL)
+        def loss(z, weights, w):
+            return (step(z, ids, weights, w) * pull).sum()
 
-    one = Side.of(bench.all.layout, 1)
-    pairs = zip(
-        gradients(_spread(bench.all, "ragged")), gradients(_spread(one, "ragged")), strict=True
-    )
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(z, weights, w)
+
+    pairs = zip(gradients(bench.all), gradients(bench.one), strict=True)
     error = max(rms(got, want) for got, want in pairs)
     bench.add("dispatch", "gradient of ragged", ok=bool(error <= 1e-5), rms=error)
 
@@ -144,8 +145,8 @@ def _spread(side: Side, *forms: str):
     return jax.shard_map(step, mesh=side.mesh, in_specs=own, out_specs=out, check_vma=False)
 
 
-def _forms(side: Side):
-    return jax.jit(_spread(side, *FORMS))
+def _put(side: Side, *arrays: np.ndarray) -> list[jax.Array]:
+    return [jax.device_put(a, NamedSharding(side.mesh, P("model"))) for a in arrays]
 
 
 def _draw(rng, count, shards, local, routing):

@@ -1,7 +1,8 @@
-"""Two periods of K3.1 Pro through `k3jax.runtime.Model`, and a small float32 model for exactness."""
+"""Two periods of K3.1 Pro through `k3jax.runtime.Model`, and a small model in float32."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -103,8 +104,6 @@ def _run(side: Side, config: Config, dtype, prompt: Prompt) -> tuple[Result, Res
 
 
 def _first(call):
-    import time
-
     begin = time.perf_counter()
     out = jax.block_until_ready(call())
     return time.perf_counter() - begin, np.asarray(out)
