@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import zlib
@@ -110,6 +111,7 @@ def draw(side: Side, leaves: Mapping[str, resolve.HasAxes], seed: int = 0) -> li
     An element is a hash of its name and indices, so nothing is generated twice or sent. The index
     along a striped axis is the position that a row stands for.
     """
+    gc.collect()  # a model that is no longer used may stand in a cycle of references
     layout = side.layout
     specs = tuple(resolve.spec(layout, leaf) for leaf in leaves.values())
 
@@ -169,8 +171,8 @@ def measure(function: Callable, arguments: Sequence[Any], state: int | None = No
     """Compiles, runs and times. With ``state`` the function gives (result, new state); the state is
     donated, and each call goes on from the last one's. The result of the first call is kept."""
     begin = time.perf_counter()
-    options = {} if state is None else {"donate_argnums": (state,)}
-    traced = jax.jit(function, **options).trace(*arguments)
+    donated = () if state is None else (state,)
+    traced = jax.jit(function, donate_argnums=donated).trace(*arguments)
     found = collectives(traced.jaxpr)
     compiled = traced.lower().compile()
     seconds = time.perf_counter() - begin
