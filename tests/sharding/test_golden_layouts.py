@@ -47,7 +47,7 @@ def test_the_whole_model_fits_with_a_tenth_of_the_memory_to_spare(name):
     arrays = golden_layouts.leaves(name).values()
     held = sum(resolve.bytes_per_device(layout, leaf) for leaf in arrays)
     fits = held < (0.95 if "tight" in name else 0.9) * MEMORY[layout.chip]
-    assert fits == (name != "h200-8"), f"{held / 1e9:.1f} GB"
+    assert fits == (name not in ("h200-2", "h200-8")), f"{held / 1e9:.1f} GB"
 
 
 @pytest.mark.parametrize("model", ["kimi-k3", "kimi-k3.1-pro"])
