@@ -1,7 +1,10 @@
 """Every shipped TPU layout compiles the whole 93-layer model for its topology, and fits."""
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -20,7 +23,7 @@ pytestmark = [
 MODEL = "kimi-k3.1-pro"
 LAYOUTS = [name for name in Layout.shipped() if Layout.load(name).topology]
 MILLION = {"v5p-64-long"}  # planned for eight sequences of 1,048,576 tokens
-SECONDS, HOST_BYTES, TEMPORARIES = 120, 4e9, 1e9
+TEMPORARIES, HOST_BYTES = 1e9, 4e9
 
 
 def compiled(name: str, **step) -> plan.Plan:
@@ -43,7 +46,6 @@ def test_decode(name):
     made = compiled(name, **step)
     c = made.compiled
     assert c.temporary_bytes <= TEMPORARIES  # neither experts nor caches are copied
-    assert c.host_peak_bytes <= HOST_BYTES
     # No cache is gathered: what is gathered is smaller than one layer's index keys of a device,
     # but for weights that the layout itself stores in parts.
     layout = made.layout
@@ -53,7 +55,18 @@ def test_decode(name):
         assert max(gathered) < rows * 128 * 2
 
 
-def test_prefill_of_4096_tokens():
-    made = compiled("v5p-64-ep64", step="prefill", batch=8, chunk=4096)
-    assert made.compiled is not None
-    assert made.compiled.host_peak_bytes <= HOST_BYTES
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_the_command_in_a_process_of_its_own(step):
+    """Also the host memory of a compilation, which a process that ran other tests cannot tell."""
+    batch = {"decode": "64", "prefill": "8"}[step]
+    command = [sys.executable, "-m", "k3jax.cli", "plan", "--model", MODEL, "--layout"]
+    options = ["v5p-64-ep64", "--step", step, "--batch", batch, "--compile", "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    made = json.loads(done.stdout)
+    assert made["fits"]
+    compiled = made["compiled"]
+    print(f"\n{step}: {compiled['seconds']:.0f} s, {compiled['host_peak_bytes'] / 1e9:.2f} GB")
+    assert compiled["host_peak_bytes"] <= HOST_BYTES
+    assert compiled["unlisted"] == []
+    assert compiled["argument_agreement"] == pytest.approx(1, abs=plan.AGREEMENT)
