@@ -32,6 +32,8 @@ class Generate:
     """Equal seeds give equal text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights and the arithmetic; experts stay MXFP4."""
+    layout: str | None = None
+    """How the model is spread over the devices: a yaml file, or the name of a shipped layout."""
     image: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """An image file, or an animated one for video; once for each. They stand in front of the
     prompt, or where it says <|kimi_image_placeholder|>."""
@@ -55,11 +57,18 @@ class Generate:
         import jax.numpy as jnp
 
         import k3jax
+        from sharding import LayoutError
 
         items = self.read_images()
         keep_compiled_programs()
         vision = (bool(items) or None) if self.vision else False
-        model, tokenizer = k3jax.load(self.model, dtype=jnp.dtype(self.dtype), vision=vision)
+        options = {} if self.layout is None else {"layout": self.layout}
+        try:
+            model, tokenizer = k3jax.load(
+                self.model, dtype=jnp.dtype(self.dtype), vision=vision, **options
+            )
+        except LayoutError as error:
+            raise InputError(str(error)) from None
         if tokenizer is None:
             raise InputError(f"{self.model} has no tokenizer (tiktoken.model)")
 

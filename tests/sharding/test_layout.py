@@ -94,6 +94,9 @@ REFUSED = {
     "unknown chip": (written(chip="v7"), ["'v7'", "v5p, v5e"]),
     "unknown dispatch": (
         written(dispatch={"prefill": "raged", "decode": "gather"}), ["prefill", "'raged'"]),
+    "ragged on a GPU": (
+        written(chip="h200", topology=None, dispatch={"prefill": "ragged", "decode": "gather"}),
+        ["prefill is 'ragged'", "wrong numbers", "'h200'"]),
     "missing phase": (written(dispatch={"prefill": "ragged"}), ["decode is missing"]),
     "unknown phase": (
         written(dispatch={"prefill": "dense", "decode": "dense", "train": "dense"}), ["'train'"]),
@@ -201,8 +204,8 @@ def test_shipped(name):
     assert E % layout.size(layout.experts) == 0
     assert HEADS % layout.size(layout.tensor) == 0
     assert Layout.from_dict(layout.to_dict()) == layout
-    expected = ("dense", "dense") if layout.chip == "cpu" else ("ragged", "gather")
-    assert (layout.dispatch["prefill"], layout.dispatch["decode"]) == expected
+    assert layout.dispatch["prefill"] == ("ragged" if layout.topology else "dense")
+    assert layout.dispatch["decode"] == ("dense" if layout.chip == "cpu" else "gather")
 
 
 def test_packed_axes():
