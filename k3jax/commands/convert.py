@@ -31,7 +31,9 @@ class Convert:
         import jax.numpy as jnp
 
         from k3jax.checkpoint.convert import convert
+        from k3jax.commands import prepare_jax
 
+        prepare_jax()
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
         out = convert(
             self.source, self.out, dtype=dtype, layers=self.layers, overwrite=self.overwrite

@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from k3jax.commands import keep_compiled_programs
+from k3jax.commands import prepare_jax
 from k3jax.errors import InputError
 
 
@@ -60,7 +60,7 @@ class Generate:
         from sharding import LayoutError
 
         items = self.read_images()
-        keep_compiled_programs()
+        prepare_jax()
         vision = (bool(items) or None) if self.vision else False
         options = {} if self.layout is None else {"layout": self.layout}
         try:

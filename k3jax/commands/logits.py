@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from k3jax.commands import keep_compiled_programs
+from k3jax.commands import prepare_jax
 from k3jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Logits:
 
         import k3jax
 
-        keep_compiled_programs()
+        prepare_jax()
         model, _ = k3jax.load(
             self.directory, dtype=jnp.dtype(self.dtype), tokenizer=False, vision=False
         )

@@ -4,6 +4,8 @@ import functools
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import spread
@@ -11,6 +13,7 @@ import spread
 from k3jax import programs
 from k3jax.errors import InputError
 from k3jax.runtime import Model
+from sharding import make_mesh, report
 from sharding.experts import FORMS
 
 
@@ -66,3 +69,26 @@ def test_layouts_of_64():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == cases
+
+
+@pytest.mark.parametrize("name", ["dp2xtp4", "ep8", "striped-all", "striped-heads"])
+def test_a_compiled_decode_step_communicates_what_the_plan_lists(name):
+    module, _ = one_device(True)
+    layout = spread.layout(name, "dense")
+    mesh = make_mesh(layout)
+    step, arguments = programs.abstract_step(
+        module.config, layout, mesh, "decode", batch=8, context=64, dtype=jnp.float32
+    )
+    listed = report.collectives(jax.make_jaxpr(step)(*arguments), dict(layout.mesh))
+    found = report.hlo_collectives(jax.jit(step).lower(*arguments).compile().as_text(), mesh)
+    assert found
+    assert report.unlisted(found, listed) == []
+
+
+def test_a_donated_cache_changes_no_bit():
+    module, _ = one_device(True)
+    layout = spread.layout("dp2xtp4")
+    placed = spread.spread(module, layout)
+    kept = Model(placed.module, layout=layout, mesh=placed.mesh, donate=False)
+    want, got = spread.run(kept), spread.run(placed)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
