@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from k3jax.commands.bench import Bench
 from k3jax.commands.convert import Convert
 from k3jax.commands.generate import Generate
 from k3jax.commands.inspect import Inspect
@@ -19,6 +20,7 @@ from k3jax.errors import K3Error
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 _COMMANDS = {
+    "bench": Bench,
     "convert": Convert,
     "generate": Generate,
     "inspect": Inspect,

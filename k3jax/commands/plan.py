@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+import tyro
+
 from k3jax.errors import InputError
 
 
@@ -29,6 +31,10 @@ class Plan:
     """One token a sequence, or a chunk of its prompt."""
     chunk: int = 4096
     """Tokens of a prefill step."""
+    vision: bool = True
+    """Count the vision tower, whole on every device; --no-vision for text only."""
+    image: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """WIDTHxHEIGHT in pixels, once for each image: says how many tokens of the context they are."""
     compile: bool = False
     """Compile the step for the layout's TPU topology and add what the compiler says."""
     json: bool = False
@@ -58,6 +64,7 @@ class Plan:
             layouts = [Layout.load(name) for name in names]
         except LayoutError as error:
             raise InputError(str(error)) from None
+        images = [_size(text) for text in self.image]
         made: list[plan.Plan | plan.Refused] = []
         with Console(file=sys.stderr).status("") as status:
             for layout in layouts:
@@ -71,6 +78,8 @@ class Plan:
                             batch=self.batch,
                             context=self.context,
                             chunk=self.chunk,
+                            vision=self.vision,
+                            images=images,
                             compile=self.compile,
                             progress=status.update,
                         )
@@ -94,6 +103,14 @@ class Plan:
         else:
             table.render(planned[0])
         return int(not any(p.fits is not False for p in planned))
+
+
+def _size(text: str) -> tuple[int, int]:
+    """WIDTHxHEIGHT as numbers."""
+    width, _, height = text.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise InputError(f"--image {text}: expected WIDTHxHEIGHT in pixels, such as 1024x768")
+    return int(width), int(height)
 
 
 def _folder(model: str):

@@ -7,11 +7,12 @@ times are estimates from formulas and data sheets. ``compile=True`` adds what th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from k3jax import programs
 from k3jax.config import Config
@@ -20,6 +21,8 @@ from k3jax.plan import costs, estimate, hardware, memory
 from k3jax.plan.costs import Work, figures
 from k3jax.plan.estimate import Time
 from k3jax.plan.memory import Step
+from k3jax.vision import count_tokens
+from k3jax.vision.cost import parameters
 from sharding import Layout, abstract_mesh
 from sharding.compile import Compiled, compile_step, topology_mesh
 from sharding.report import Collective, collectives, unlisted
@@ -58,7 +61,10 @@ class Plan:
     @property
     def bytes(self) -> int:
         """What must fit: the compiler's figure where there is one, else the plan's own."""
-        return self.compiled.total_bytes if self.compiled else sum(self.memory.values())
+        if self.compiled is None:
+            return sum(self.memory.values())
+        # The tower runs in programs of its own; its weights stay on the device all the same.
+        return self.compiled.total_bytes + self.memory.get(memory.TOWER, 0)
 
     @property
     def fits(self) -> bool | None:
@@ -183,6 +189,8 @@ def plan(
     batch: int = 64,
     context: int = 131072,
     chunk: int = 4096,
+    vision: bool = False,
+    images: Sequence[tuple[int, int]] = (),
     compile: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -193,6 +201,8 @@ def plan(
       step: "decode" (one token a sequence) or "prefill" (the last ``chunk`` tokens of the context).
       batch: sequences; rounded up to the devices that split them.
       context: tokens of each sequence with the new ones, which is what its cache holds.
+      vision: count the vision tower's weights, which are whole on every device.
+      images: (width, height) in pixels; a note says how many tokens of a context they are.
       compile: ask the TPU compiler too.
       progress: told what takes long.
     Raises:
@@ -204,6 +214,11 @@ def plan(
     if chip is None:
         notes += (f"no figures for chip {layout.chip!r}: no estimate of times",)
     held, arguments = memory.per_device(config, layout, what)
+    if vision and config.vision is not None:
+        held[memory.TOWER] = sum(parameters(config.vision)) * jnp.dtype(jnp.bfloat16).itemsize
+    for width, height in images:
+        count = count_tokens(width, height, config)
+        notes += (f"an image of {width} x {height} is {count:,} tokens of a sequence",)
     progress(f"{layout.name}: tracing")
     found = _traced(config, layout, what)
     compiled = None

@@ -31,8 +31,8 @@ WEIGHTS = {
     "embedding": "embedding, head",
     "head": "embedding, head",
     "depth": "norms, depth queries",
-    "vision": "vision tower",
 }
+TOWER = "vision tower"  # stands beside the step, in programs of its own
 CACHES = {
     "state_BHKV": "KDA state",
     "tails_3BWP": "conv tails",
@@ -84,7 +84,7 @@ def component(config: Config, name: str) -> str:
     if parts[0] in ("embed", "lm_head"):
         return {"embed": "embedding", "lm_head": "head"}[parts[0]]
     if parts[0] not in ("head", "period", "tail"):
-        return "depth" if parts[0] in ("output_res", "final_norm") else "vision"
+        return "depth"  # output_res, final_norm
     spec = getattr(config.schedule, parts[0])[int(parts[1])]
     if parts[2] == "attention":
         if spec.attention == "kda":

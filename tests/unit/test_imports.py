@@ -31,7 +31,7 @@ ALLOWED = {
         "config", "checkpoint", "experts", "model", "programs", "runtime", "tokenizer", "vision",
         "errors",
     },
-    "plan": {"config", "cache", "model", "programs", "plan", "errors"},
+    "plan": {"config", "cache", "model", "programs", "plan", "vision", "errors"},
     "generate": {"config", "generate", "runtime", "tokenizer", "vision", "errors"},
 }  # fmt: skip
 

@@ -296,3 +296,23 @@ def test_block_vectors_travel_once():
 def test_no_communication_on_a_single_device():
     step, _ = plan.step_of(K31, SINGLE, "prefill", 1, 4096, 512)
     assert plan._traced(K31, SINGLE, step) == ()
+
+
+def test_the_tower_and_image_tokens_are_counted():
+    plain = plan.plan("k", K31, V5P, context=1024)
+    seeing = plan.plan("k", K31, V5P, context=1024, vision=True, images=[(1024, 1024)])
+    tower = 2 * (401_214_464 + 46_144_512)
+    assert seeing.memory["vision tower"] == tower
+    assert seeing.bytes == plain.bytes + tower
+    assert seeing.arguments == plain.arguments  # the tower runs in programs of its own
+    assert "an image of 1024 x 1024 is 1,369 tokens of a sequence" in seeing.notes
+
+
+def test_images_are_refused_by_name(capsys):
+    assert main(["plan", "--layout", "single", "--image", "10"]) == 1
+    assert "--image 10: expected WIDTHxHEIGHT" in capsys.readouterr().err
+
+
+def test_bench_names_what_there_is(capsys):
+    assert main(["bench", "--op", "nope"]) == 1
+    assert "--op nope: one of dispatch, image_memory, " in capsys.readouterr().err
