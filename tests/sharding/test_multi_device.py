@@ -24,7 +24,7 @@ def test_attention_equals_one_device_and_a_failure_stops_nothing_else(tmp_path, 
     (failed,) = found["failed"]
     assert (failed["section"], failed["error"]) == ("links", "RuntimeError: no such link")
     assert "broken" in failed["trace"]
-    assert len(found["rows"]) == 4
+    assert len(found["rows"]) == 5
     for row in found["rows"]:
         assert row["ok"], row
         assert row["mb_sent"] > 0
@@ -43,7 +43,7 @@ def test_a_wrong_result_is_not_ok(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "_tokens", other_inputs)
     code, found = run(tmp_path, "striped")
     assert code == 1
-    assert [row["ok"] for row in found["rows"]] == [False]
+    assert [row["ok"] for row in found["rows"]] == [False, False]
 
 
 @pytest.mark.slow
