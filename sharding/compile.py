@@ -7,6 +7,7 @@ fits, not that it is right or fast. libtpu reads its environment when it is firs
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import resource
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.sharding import Mesh
@@ -135,7 +137,8 @@ def compile_step(
         options = {"donate_argnums": state, "out_shardings": (None, formats)}
     try:
         lowered = jax.jit(step, **options).lower(*arguments)
-        compiled = lowered.compile(compiler_options=compiler_options(mesh))
+        with _no_cache():
+            compiled = lowered.compile(compiler_options=compiler_options(mesh))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -155,6 +158,19 @@ def compile_step(
         code_bytes=memory.generated_code_size_in_bytes,
         collectives=tuple(hlo_collectives(text, mesh)),
     )
+
+
+@contextlib.contextmanager
+def _no_cache():
+    """JAX's cache of programs can keep one for a described device, but not read it back."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _host_peak_bytes() -> int:

@@ -16,3 +16,5 @@ os.environ["XLA_FLAGS"] = (
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Commands turn on a cache of programs in the home folder; a test must not depend on what is there.
+jax.config.update("jax_enable_compilation_cache", False)
