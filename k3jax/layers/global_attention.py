@@ -125,14 +125,15 @@ class GlobalAttention(nnx.Module):
         else:
             assert index_rows is not None
             own = (detached_own, jax.lax.stop_gradient(q_latent_own))
+            group = jax.lax.stop_gradient((x, q_latent))
             sparse = config.dsa.topk < rows.shape[1] * stripe.count
             if spread is None:
                 with jax.named_scope("indexer"):
-                    selected = self._select(own, index_rows, visible, tokens)
+                    selected = self._select(own, group, index_rows, visible, tokens)
                 aux = {"selected": selected}
             elif sparse:
                 with jax.named_scope("indexer"):
-                    selected = self._select_spread(own, index_rows, visible, tokens, stripe)
+                    selected = self._select_spread(group, index_rows, visible, stripe)
             if self.indexer_mode == "dense" or not sparse:  # every earlier token counts
                 o = attention()
             else:
@@ -164,29 +165,23 @@ class GlobalAttention(nnx.Module):
         keys = write(cache.index_key_BSK, index_rows_BTK)
         return GlobalCache(latent, keys), Rows.of(latent, slot), Rows.of(keys, slot)
 
-    def _select(self, own, index_rows: Rows, visible_BT, tokens: Tokens) -> jax.Array:
+    def _select(self, own, group, index_rows: Rows, visible_BT, tokens: Tokens) -> jax.Array:
         """Selected rows [B, T, topk] where every device of a group holds the same rows: each
         selects for the tokens it owns, and the selections are gathered."""
-        x_own, q_latent_own = own
         topk, shape = self.indexer.config.topk, tokens.rectangle()
         if not tokens.parallel.tensor or shape is None:
-            x, q_latent = tokens.gather(x_own, q_latent_own)
-            q, w = self.indexer.queries(x, q_latent)
+            q, w = self.indexer.queries(*group)
             return dsa.select(q, index_rows, w, visible_BT, topk)
         count, length, first = shape
         cut = lambda a: a.reshape(count, length, *a.shape[2:])  # noqa: E731
-        q, w = map(cut, self.indexer.queries(x_own, q_latent_own))
+        q, w = map(cut, self.indexer.queries(*own))
         index_rows = index_rows.sequences(first, count)
         selected = dsa.select(q, index_rows, w, cut(tokens.own_positions), topk)
-        return tokens.gather(selected.reshape(*x_own.shape[:-1], topk))[0]
+        return tokens.gather(selected.reshape(*own[0].shape[:-1], topk))[0]
 
-    def _select_spread(
-        self, own, index_rows: Rows, visible_BT, tokens: Tokens, stripe: Stripe
-    ) -> jax.Array:
+    def _select_spread(self, group, index_rows: Rows, visible_BT, stripe: Stripe) -> jax.Array:
         """This device's rows among the selection of every query, [B', T, k], -1 for none."""
-        x_own, q_latent_own = own
-        x, q_latent = map(stripe.sequences, tokens.gather(x_own, q_latent_own))
-        q, w = self.indexer.queries(x, q_latent)
+        q, w = self.indexer.queries(*map(stripe.sequences, group))
         topk = self.indexer.config.topk
         rank, at = dsa.candidates(q, index_rows, w, visible_BT, topk)
         length = index_rows.shape[1] * stripe.count

@@ -23,29 +23,12 @@ GOLDEN = Path(__file__).parent / "golden"
 MODEL = "kimi-k3.1-pro"
 COMMAND = "python -m tests.sharding.golden_layouts"
 
-CACHE_AXES = {
-    "lengths_B": ("batch",),
-    "state_BHKV": ("batch", "head_count", "head_dim", "head_dim"),
-    "tails_3BWP": ("qkv", "batch", "conv", "heads"),
-    "latent_BSC": ("batch", "cache_sequence", "kv_cache"),
-    "index_key_BSK": ("batch", "cache_sequence", "index_dim"),
-}
-
 
 @functools.cache
 def parameters(model: str) -> Mapping[str, resolve.Leaf]:
     """The parameters of a preset by dotted name."""
     tree = Transformer.abstract(Config.preset(model))
-    return {name: described(name, leaf) for name, leaf in resolve.named(tree).items()}
-
-
-def described(name: str, leaf) -> resolve.Leaf:
-    axes, last = tuple(leaf.axes), name.rsplit(".", 1)[-1]
-    # What the router reads and what the latent norm reads is whole on every device.
-    whole = {"router": "experts", "router_bias": "experts", "latent_norm": "latent"}
-    new = {"experts": "router_experts", "latent": "latent_norm"}
-    axes = tuple(new[a] if a == whole.get(last) else a for a in axes)
-    return resolve.Leaf(tuple(leaf.shape), leaf.dtype, axes)
+    return resolve.named(tree)
 
 
 @functools.cache
@@ -55,7 +38,7 @@ def caches(model: str, batch: int, length: int) -> Mapping[str, resolve.Leaf]:
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(make)):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        axes = CACHE_AXES[name.rsplit(".", 1)[-1]]
+        axes = state.AXES[name.rsplit(".", 1)[-1]]
         stacked = len(leaf.shape) > len(axes)
         leaves["cache." + name] = resolve.Leaf(
             tuple(leaf.shape), leaf.dtype, ("layers",) * stacked + axes

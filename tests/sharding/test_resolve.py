@@ -175,7 +175,7 @@ def test_heads_stay_whole():
 def test_heads_that_no_array_counts():
     """Six heads of global attention beside eight of KDA: their columns divide by 4, not they."""
     config = tiny.config()
-    leaves = {n: golden_layouts.described(n, v) for n, v in _named(config).items()}
+    leaves = _named(config)
     numbers = (config.kda.num_heads, config.mla.num_heads)
     layout = dataclasses.replace(
         CPU, rules=dict(CPU.rules) | {"experts": ("model",)}, mesh={"data": 2, "model": 4}
