@@ -28,14 +28,14 @@ def _sigmoid(x):
 
 
 def draw(regime, rng, length, heads, k_dim, v_dim):
-    """float64 q [T,H,K], k, v [T,H,V], g, beta [T,H], state [H,K,V] of one case."""
+    """float64 q [T,H,K], k, v [T,H,V], g, beta [T,H], state [H,V,K] of one case."""
     q = reference.l2norm(rng.standard_normal((length, heads, k_dim))) * k_dim**-0.5
     k = reference.l2norm(rng.standard_normal((length, heads, k_dim)))
     v = rng.standard_normal((length, heads, v_dim))
     z = 2 * rng.standard_normal((length, heads, k_dim))
     g = -5 * _sigmoid(z)
     beta = _sigmoid(rng.standard_normal((length, heads)))
-    state = rng.standard_normal((heads, k_dim, v_dim))
+    state = rng.standard_normal((heads, v_dim, k_dim))
     if regime == "saturated":  # within 1e-3 of the bound
         g = -5 + 1e-3 * rng.uniform(size=g.shape)
     elif regime == "half_saturated":

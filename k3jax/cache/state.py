@@ -18,11 +18,11 @@ from k3jax.config import Config, LayerSpec
 @dataclasses.dataclass(frozen=True)
 class KDACache:
     """Attributes:
-    state_BHKV: [B, H, K, V] float32.
+    state_BHVK: [B, H, V, K] float32.
     tails_3BWP: [3, B, W-1, P], pre-convolution inputs of q, k and v, model dtype, oldest first.
     """
 
-    state_BHKV: jax.Array
+    state_BHVK: jax.Array
     tails_3BWP: jax.Array
 
 
@@ -51,7 +51,7 @@ class CacheArrays:
 
 AXES = {
     "lengths_B": ("batch",),
-    "state_BHKV": ("batch", "head_count", "head_dim", "head_dim"),
+    "state_BHVK": ("batch", "head_count", "head_dim", "head_dim"),
     "tails_3BWP": ("qkv", "batch", "conv", "heads"),
     "latent_BSC": ("batch", "cache_sequence", "kv_cache"),
     "index_key_BSK": ("batch", "cache_sequence", "index_dim"),

@@ -80,7 +80,7 @@ class KimiDeltaAttention(nnx.Module):
             v,
             g,
             beta,
-            None if cache is None else read(cache.state_BHKV, slot),
+            None if cache is None else read(cache.state_BHVK, slot),
             valid_BT=valid_BT,
         )
         o = self._gated_norm(o, linear(x_BTD, self.g_proj).reshape(heads))
@@ -88,7 +88,7 @@ class KimiDeltaAttention(nnx.Module):
         if cache is None:
             return out, None
         return out, KDACache(
-            replace(cache.state_BHKV, state, slot),
+            replace(cache.state_BHVK, state, slot),
             replace(cache.tails_3BWP, jnp.stack(new_tails), slot),
         )
 

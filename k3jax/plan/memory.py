@@ -34,7 +34,7 @@ WEIGHTS = {
 }
 TOWER = "vision tower"  # stands beside the step, in programs of its own
 CACHES = {
-    "state_BHKV": "KDA state",
+    "state_BHVK": "KDA state",
     "tails_3BWP": "conv tails",
     "latent_BSC": "latents",
     "index_key_BSK": "index keys",

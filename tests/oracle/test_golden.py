@@ -123,7 +123,7 @@ def test_what_prefill_leaves_in_the_cache(folder):
         one = getattr(arrays, group)[i]
         one = one if period is None else jax.tree.map(lambda a, p=period: a[p], one)
         (kda if spec.attention == "kda" else latent).append(one)
-    got = np.stack([c.state_BHKV[0] for c in kda])
+    got = np.stack([c.state_BHVK[0] for c in kda]).swapaxes(-1, -2)  # there [.., K, V]
     assert relative(got, z[f"{case}/kda_state"]) <= tol.GOLDEN_STATE_FP32
     # The published cache keeps one input more than the convolution of the next token reads.
     got = np.stack([c.tails_3BWP[:, 0] for c in kda]).swapaxes(-1, -2)

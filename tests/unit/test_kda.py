@@ -81,7 +81,7 @@ class KDAContract:
     def test_drawn_cases(self, implementation, shape):
         inputs, expected = drawn(shape)
         got = runner(implementation)(*inputs)
-        assert got[1].shape == (ROWS, HEADS, *shape[1:])
+        assert got[1].shape == (ROWS, HEADS, shape[2], shape[1])
         check(got, expected)
 
     def test_every_lower_bound(self, implementation):
@@ -111,18 +111,18 @@ class KDAContract:
 
         s = state[0].astype(np.float64)
         for t in range(length):
-            u = beta[0, t, :, None] * (v[0, t] - np.einsum("hkv,hk->hv", s, k[0, t]))
-            s = s + k[0, t, :, :, None] * u[:, None, :]
-            expected = np.einsum("hkv,hk->hv", s, q[0, t])
+            u = beta[0, t, :, None] * (v[0, t] - np.einsum("hvk,hk->hv", s, k[0, t]))
+            s = s + u[:, :, None] * k[0, t, :, None, :]
+            expected = np.einsum("hvk,hk->hv", s, q[0, t])
             assert np.abs(o[0, t] - expected).max() <= KDA_IDENTITY * np.abs(s).max()
         assert np.abs(new_state[0] - s).max() <= KDA_IDENTITY * np.abs(s).max()
 
         gone = np.exp(np.cumsum(g[1].astype(np.float64), axis=0))
-        expected = np.einsum("hkv,thk->thv", state[1], gone * q[1])
+        expected = np.einsum("hvk,thk->thv", state[1], gone * q[1])
         assert np.abs(o[1] - expected).max() <= KDA_IDENTITY * np.abs(expected).max()
         assert np.abs(o[2] - v[2]).max() <= KDA_LAST_VALUE * np.abs(v[2]).max()
         for t in range(length):
-            expected = np.einsum("hkv,hk->hv", state[3] * np.exp(-5.0 * (t + 1)), q[3, t])
+            expected = np.einsum("hvk,hk->hv", state[3] * np.exp(-5.0 * (t + 1)), q[3, t])
             assert np.abs(o[3, t] - expected).max() <= KDA_IDENTITY * np.abs(expected).max() + 1e-37
         expected = state[3] * np.exp(-5.0 * length)
         assert (
@@ -391,10 +391,10 @@ def test_chunk_maps_compose_to_the_whole():
     inputs, (_, expected) = drawn((130, 16, 24))
     _, k, v, g, beta, state = inputs
     maps = jax.jit(kda_op.chunk_maps)(k, v, g, beta)
-    assert [m.shape for m in maps] == [(3, ROWS, HEADS, 16, 16), (3, ROWS, HEADS, 16, 24)]
+    assert [m.shape for m in maps] == [(3, ROWS, HEADS, 16, 16), (3, ROWS, HEADS, 24, 16)]
     first, second, third = ([m[n] for m in maps] for n in range(3))
     left = kda_op.compose(kda_op.compose(first, second), third)
     right = kda_op.compose(first, kda_op.compose(second, third))
     for m, b in (left, right):
-        got = np.einsum("bhij,bhjv->bhiv", m, state) + np.asarray(b)
+        got = np.einsum("bhvi,bhij->bhvj", state, m) + np.asarray(b)
         assert (kda_cases.errors_by_row(got, expected) <= KDA_FP32).all()

@@ -39,10 +39,10 @@ def test_auto_and_absent_state(caplog):
         ({"g_BTHK": np.zeros((2, 5, 3), np.float32)}, r"g is float32\[2, 5, 3\]"),
         ({"beta_BTH": np.zeros((2, 5, 3, 1), np.float32)}, r"beta is float32\[2, 5, 3, 1\]"),
         (
-            {"state_BHKV": np.zeros((2, 3, 6, 4), np.float32)},
-            r"state is .*expected.*\[2, 3, 4, 6\]",
+            {"state_BHVK": np.zeros((2, 3, 4, 6), np.float32)},
+            r"state is .*expected.*\[2, 3, 6, 4\]",
         ),
-        ({"state_BHKV": np.zeros((2, 3, 4, 6), np.float16)}, r"state is float16"),
+        ({"state_BHVK": np.zeros((2, 3, 6, 4), np.float16)}, r"state is float16"),
         ({"valid_BT": np.zeros((2, 5), np.int32)}, r"valid is int32"),
         ({"implementation": "fast"}, r"'fast' is not one of auto, recurrent, chunked"),
     ],

@@ -13,7 +13,7 @@ from k3jax.ops.kda.xla import chunk_maps, compose
 
 __all__ = ["IMPLEMENTATIONS", "chunk_maps", "compose", "decay", "kda", "l2norm"]
 
-# name -> f(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV) -> (o_BTHV f32, state_BHKV f32),
+# name -> f(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK) -> (o_BTHV f32, state_BHVK f32),
 # with inputs already checked and masked.
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "recurrent": xla.recurrent,
@@ -29,16 +29,16 @@ def kda(
     v_BTHV: Array,
     g_BTHK: Array,
     beta_BTH: Array,
-    state_BHKV: Array | None = None,
+    state_BHVK: Array | None = None,
     *,
     valid_BT: Array | None = None,
     implementation: str = "auto",
 ) -> tuple[Array, Array]:
     """Runs the gated delta rule over T tokens, in float32 whatever the input dtypes.
 
-    For each token, with S the [K, V] state of one head:
+    For each token, with S the [V, K] state of one head:
 
-        S <- diag(exp(g)) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+        S <- S diag(exp(g));   u = beta (v - S k);   S <- S + u k^T;   o = S q
 
     Source: Kimi Linear paper and Moonshot's published modelling code.
 
@@ -49,7 +49,7 @@ def kda(
       g_BTHK: log decay of each key channel in nats, <= 0, float32 (see `decay`). No lower bound
         is assumed.
       beta_BTH: write strength in (0, 1), float32.
-      state_BHKV: float32 state before the first token; zeros if absent.
+      state_BHVK: float32 state before the first token; zeros if absent.
       valid_BT: bool; rows that are False may hold anything, NaN included, in every other input.
         They leave the state as it is and their outputs are zero. A batch row without any valid
         row returns its state bit for bit.
@@ -57,12 +57,12 @@ def kda(
         (parallel prefix over chunk maps), or "auto": recurrent if T == 1, else chunked.
 
     Returns:
-      (o_BTHV in the dtype of v, state_BHKV float32 after the last token).
+      (o_BTHV in the dtype of v, state_BHVK float32 after the last token).
 
     Raises:
       InputError: a shape or dtype that does not fit, T == 0, or an unknown implementation.
     """
-    _check(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, valid_BT)
+    _check(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK, valid_BT)
     batch, length, heads, k_dim = k_BTHK.shape
     if implementation == "auto":
         implementation = "recurrent" if length == 1 else "chunked"
@@ -70,20 +70,20 @@ def kda(
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(["auto", *IMPLEMENTATIONS])
         raise InputError(f"kda: implementation {implementation!r} is not one of {names}")
-    if state_BHKV is None:
-        state_BHKV = jnp.zeros((batch, heads, k_dim, v_BTHV.shape[-1]), jnp.float32)
+    if state_BHVK is None:
+        state_BHVK = jnp.zeros((batch, heads, v_BTHV.shape[-1], k_dim), jnp.float32)
 
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
     if valid_BT is not None:
         inputs = tuple(_zero_unless(valid_BT, x) for x in inputs)
-    o_BTHV, new_state_BHKV = IMPLEMENTATIONS[implementation](*inputs, state_BHKV)
+    o_BTHV, new_state_BHVK = IMPLEMENTATIONS[implementation](*inputs, state_BHVK)
     if valid_BT is not None:
         # Zeroed rows change nothing but the sign of a zero and the payload of a NaN; a row of
         # padding alone keeps those too.
         o_BTHV = _zero_unless(valid_BT, o_BTHV)
         any_B111 = jnp.any(valid_BT, axis=1)[:, None, None, None]
-        new_state_BHKV = jnp.where(any_B111, new_state_BHKV, state_BHKV)
-    return o_BTHV.astype(v_BTHV.dtype), new_state_BHKV
+        new_state_BHVK = jnp.where(any_B111, new_state_BHVK, state_BHVK)
+    return o_BTHV.astype(v_BTHV.dtype), new_state_BHVK
 
 
 def decay(z_BTHK: Array, A_log_H: Array, dt_bias_HK: Array, lower_bound: float | None) -> Array:
@@ -136,7 +136,7 @@ def _expect(name, x, shape, dtype):
         raise InputError(f"{name} is {_describe(x)}, expected {jnp.dtype(dtype)}{list(shape)}")
 
 
-def _check(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, valid_BT):
+def _check(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK, valid_BT):
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV)):
         if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
             raise InputError(
@@ -149,8 +149,8 @@ def _check(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, valid_BT):
     _expect("kda: v", v_BTHV, (batch, length, heads, v_BTHV.shape[-1]), v_BTHV.dtype)
     _expect("kda: g", g_BTHK, k_BTHK.shape, jnp.float32)
     _expect("kda: beta", beta_BTH, (batch, length, heads), jnp.float32)
-    if state_BHKV is not None:
-        expected = (batch, heads, k_dim, v_BTHV.shape[-1])
-        _expect("kda: state", state_BHKV, expected, jnp.float32)
+    if state_BHVK is not None:
+        expected = (batch, heads, v_BTHV.shape[-1], k_dim)
+        _expect("kda: state", state_BHVK, expected, jnp.float32)
     if valid_BT is not None:
         _expect("kda: valid", valid_BT, (batch, length), jnp.bool_)

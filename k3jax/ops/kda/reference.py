@@ -7,13 +7,13 @@ heads are the only vectorised axes.
 import numpy as np
 
 
-def kda(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV=None):
+def kda(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK=None):
     """Runs the gated delta rule over T tokens.
 
-    For each token, with S the [K, V] state of one head (Kimi Linear paper, the gated delta rule
+    For each token, with S the [V, K] state of one head (Kimi Linear paper, the gated delta rule
     with one decay per key channel):
 
-        S <- diag(exp(g)) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = S^T q
+        S <- S diag(exp(g));   u = beta (v - S k);   S <- S + u k^T;   o = S q
 
     Args:
       q_BTHK: queries, already L2-normalised and scaled by K**-0.5.
@@ -21,24 +21,24 @@ def kda(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV=None):
       v_BTHV: values.
       g_BTHK: log decay per key channel, <= 0.
       beta_BTH: write strength in (0, 1).
-      state_BHKV: state before the first token; zeros if absent.
+      state_BHVK: state before the first token; zeros if absent.
 
     Returns:
-      (o_BTHV, state_BHKV), in the common dtype of the inputs.
+      (o_BTHV, state_BHVK), in the common dtype of the inputs.
     """
     batch, length, heads, k_dim = k_BTHK.shape
     dtype = np.result_type(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
-    if state_BHKV is None:
-        state_BHKV = np.zeros((batch, heads, k_dim, v_BTHV.shape[-1]), dtype)
-    state_BHKV = np.array(state_BHKV, dtype)
+    if state_BHVK is None:
+        state_BHVK = np.zeros((batch, heads, v_BTHV.shape[-1], k_dim), dtype)
+    state_BHVK = np.array(state_BHVK, dtype)
     o_BTHV = np.empty(v_BTHV.shape, dtype)
     for t in range(length):
-        state_BHKV = np.exp(g_BTHK[:, t])[..., None] * state_BHKV
-        held_BHV = np.einsum("bhkv,bhk->bhv", state_BHKV, k_BTHK[:, t])
+        state_BHVK = np.exp(g_BTHK[:, t])[..., None, :] * state_BHVK
+        held_BHV = np.einsum("bhvk,bhk->bhv", state_BHVK, k_BTHK[:, t])
         u_BHV = beta_BTH[:, t, :, None] * (v_BTHV[:, t] - held_BHV)
-        state_BHKV = state_BHKV + k_BTHK[:, t, :, :, None] * u_BHV[:, :, None, :]
-        o_BTHV[:, t] = np.einsum("bhkv,bhk->bhv", state_BHKV, q_BTHK[:, t])
-    return o_BTHV, state_BHKV
+        state_BHVK = state_BHVK + u_BHV[..., None] * k_BTHK[:, t, :, None, :]
+        o_BTHV[:, t] = np.einsum("bhvk,bhk->bhv", state_BHVK, q_BTHK[:, t])
+    return o_BTHV, state_BHVK
 
 
 def decay(z_BTHK, A_log_H, dt_bias_HK, lower_bound=None):

@@ -8,9 +8,9 @@ differ only in how the entry states are found: a sequential scan over chunk maps
 With P_i the sum of g over rows 1..i of a chunk and g(j, i] the sum over rows j+1..i, unrolling the
 recurrence from the entry state S gives (Kimi Linear paper, the chunkwise form):
 
-    (I + diag(beta) A) U = diag(beta) (V - Kp S)      A_ij = sum_c k_ic k_jc exp(g(j, i]_c), j < i
-    O  = Qp S + Z U                                   Z_ij = sum_c q_ic k_jc exp(g(j, i]_c), j <= i
-    S' = exp(P_64) * S + Ks^T U
+    (I + diag(beta) A) U = diag(beta) (V - Kp S^T)      A_ij = sum_c k_ic k_jc exp(g(j, i]_c), j < i
+    O  = Qp S^T + Z U                                   Z_ij = sum_c q_ic k_jc exp(g(j, i]_c), j <= i
+    S' = S diag(exp(P_64)) + U^T Ks
     Kp_i = k_i exp(P_i),  Qp_i = q_i exp(P_i),  Ks_j = k_j exp(g(j, 64])
 
 The decays need care. Splitting exp(g(j, i]) into exp(P_i) exp(-P_j) overflows float32 once 88 nats
@@ -58,31 +58,31 @@ def _transposed(x):
     return jnp.swapaxes(x, -1, -2)
 
 
-def _step(state_BHKV, inputs):
+def _step(state_BHVK, inputs):
     """One token. Sums are elementwise so that no backend lowers them to a reduced-precision dot."""
     q_BHK, k_BHK, v_BHV, g_BHK, beta_BH = (x.astype(jnp.float32) for x in inputs)
-    state_BHKV = _exp(g_BHK)[..., None] * state_BHKV
-    held_BHV = jnp.sum(state_BHKV * k_BHK[..., None], axis=-2)
+    state_BHVK = _exp(g_BHK)[..., None, :] * state_BHVK
+    held_BHV = jnp.sum(state_BHVK * k_BHK[..., None, :], axis=-1)
     u_BHV = beta_BH[..., None] * (v_BHV - held_BHV)
-    state_BHKV = state_BHKV + k_BHK[..., None] * u_BHV[..., None, :]
-    return state_BHKV, jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)
+    state_BHVK = state_BHVK + u_BHV[..., None] * k_BHK[..., None, :]
+    return state_BHVK, jnp.sum(state_BHVK * q_BHK[..., None, :], axis=-1)
 
 
-def recurrent(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV):
+def recurrent(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK):
     """`lax.scan` over tokens: the form for decode.
 
     Under `jax.grad` the scan keeps one state a token; train with `chunked`.
     """
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
     if k_BTHK.shape[1] == 1:
-        state_BHKV, o_BHV = _step(state_BHKV, [x[:, 0] for x in inputs])
-        return o_BHV[:, None], state_BHKV
-    state_BHKV, o_TBHV = lax.scan(_step, state_BHKV, [jnp.moveaxis(x, 1, 0) for x in inputs])
-    return jnp.moveaxis(o_TBHV, 0, 1), state_BHKV
+        state_BHVK, o_BHV = _step(state_BHVK, [x[:, 0] for x in inputs])
+        return o_BHV[:, None], state_BHVK
+    state_BHVK, o_TBHV = lax.scan(_step, state_BHVK, [jnp.moveaxis(x, 1, 0) for x in inputs])
+    return jnp.moveaxis(o_TBHV, 0, 1), state_BHVK
 
 
 class _Chunk(NamedTuple):
-    """One chunk solved for an unknown entry state S: U = u - w S. Leading axes N, B, H."""
+    """One chunk solved for an unknown entry state S: U = u - w S^T. Leading axes N, B, H."""
 
     q_CK: Array  # Qp: queries decayed from the entry of the chunk
     scores_CC: Array  # Z
@@ -169,47 +169,48 @@ def _solve(q_CK, k_CK, v_CV, g_CK, beta_C) -> _Chunk:
 
 
 def _erase_and_write(chunk: _Chunk):
-    """(E, B) with S' = decay * S - E S + B. Padding has exactly E = B = 0 and decay = 1."""
-    k_KC = _transposed(chunk.k_CK)
-    return _matmul(k_KC, chunk.w_CK), _matmul(k_KC, chunk.u_CV)
+    """(E, B) with S' = S decay - S E + B. Padding has exactly E = B = 0 and decay = 1."""
+    return _matmul(_transposed(chunk.w_CK), chunk.k_CK), _matmul(
+        _transposed(chunk.u_CV), chunk.k_CK
+    )
 
 
 def _dense_maps(chunk: _Chunk):
-    erase_KK, write_KV = _erase_and_write(chunk)
+    erase_KK, write_VK = _erase_and_write(chunk)
     eye_KK = jnp.eye(erase_KK.shape[-1], dtype=jnp.float32)
-    return chunk.decay_K[..., None] * eye_KK - erase_KK, write_KV
+    return chunk.decay_K[..., None] * eye_KK - erase_KK, write_VK
 
 
 def compose(earlier, later):
-    """The map of two stretches in a row: S -> M2 (M1 S + B1) + B2.
+    """The map of two stretches in a row: S -> (S M1 + B1) M2 + B2.
 
     Associative, so `lax.associative_scan(compose, maps)` gives the map of every prefix.
 
     Args:
-      earlier, later: (M [..., K, K], B [..., K, V]) float32 pairs as `chunk_maps` returns them.
+      earlier, later: (M [..., K, K], B [..., V, K]) float32 pairs as `chunk_maps` returns them.
     """
-    (m1_KK, b1_KV), (m2_KK, b2_KV) = earlier, later
-    return _matmul(m2_KK, m1_KK), _matmul(m2_KK, b1_KV) + b2_KV
+    (m1_KK, b1_VK), (m2_KK, b2_VK) = earlier, later
+    return _matmul(m1_KK, m2_KK), _matmul(b1_VK, m2_KK) + b2_VK
 
 
-def _states_sequential(chunk: _Chunk, state_BHKV):
-    """Entry states of all chunks [N, B, H, K, V] and the last state: one matmul a chunk."""
-    erase_NBHKK, write_NBHKV = _erase_and_write(chunk)
+def _states_sequential(chunk: _Chunk, state_BHVK):
+    """Entry states of all chunks [N, B, H, V, K] and the last state: one matmul a chunk."""
+    erase_NBHKK, write_NBHVK = _erase_and_write(chunk)
 
-    def body(state_BHKV, x):
-        decay_BHK, erase_BHKK, write_BHKV = x
-        erased_BHKV = _matmul(erase_BHKK, state_BHKV)
-        return decay_BHK[..., None] * state_BHKV - erased_BHKV + write_BHKV, state_BHKV
+    def body(state_BHVK, x):
+        decay_BHK, erase_BHKK, write_BHVK = x
+        erased_BHVK = _matmul(state_BHVK, erase_BHKK)
+        return decay_BHK[..., None, :] * state_BHVK - erased_BHVK + write_BHVK, state_BHVK
 
-    state_BHKV, entry_NBHKV = lax.scan(body, state_BHKV, (chunk.decay_K, erase_NBHKK, write_NBHKV))
-    return entry_NBHKV, state_BHKV
+    state_BHVK, entry_NBHVK = lax.scan(body, state_BHVK, (chunk.decay_K, erase_NBHKK, write_NBHVK))
+    return entry_NBHVK, state_BHVK
 
 
-def _states_associative(chunk: _Chunk, state_BHKV):
+def _states_associative(chunk: _Chunk, state_BHVK):
     """The same by a parallel prefix over chunk maps: log2(N) deep, K / V more arithmetic."""
-    m_NBHKK, b_NBHKV = lax.associative_scan(compose, _dense_maps(chunk))
-    after_NBHKV = _matmul(m_NBHKK, state_BHKV) + b_NBHKV
-    return jnp.concatenate([state_BHKV[None], after_NBHKV[:-1]]), after_NBHKV[-1]
+    m_NBHKK, b_NBHVK = lax.associative_scan(compose, _dense_maps(chunk))
+    after_NBHVK = _matmul(state_BHVK, m_NBHKK) + b_NBHVK
+    return jnp.concatenate([state_BHVK[None], after_NBHVK[:-1]]), after_NBHVK[-1]
 
 
 def _to_chunks(x_BTHX, size):
@@ -226,15 +227,16 @@ def _solve_rows(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, *, size):
     return _solve(q, k, v, g, beta[..., 0])
 
 
-def _group(state_BHKV, inputs, *, size, states):
+def _group(state_BHVK, inputs, *, size, states):
     """A group of chunks: solve all, find the entry states, read all outputs."""
     chunk = _solve_rows(*inputs, size=size)
-    entry_NBHKV, state_BHKV = states(chunk, state_BHKV)
+    entry_NBHVK, state_BHVK = states(chunk, state_BHVK)
+    entry_NBHKV = _transposed(entry_NBHVK)
     u_NBHCV = chunk.u_CV - _matmul(chunk.w_CK, entry_NBHKV)
     o_NBHCV = _matmul(chunk.q_CK, entry_NBHKV) + _matmul(chunk.scores_CC, u_NBHCV)
     o_BNCHV = jnp.transpose(o_NBHCV, (1, 0, 3, 2, 4))
     batch, chunks, _, heads, v_dim = o_BNCHV.shape
-    return state_BHKV, o_BNCHV.reshape(batch, chunks * size, heads, v_dim)
+    return state_BHVK, o_BNCHV.reshape(batch, chunks * size, heads, v_dim)
 
 
 def _chunk_size(length):
@@ -249,7 +251,7 @@ def _pad_rows(inputs, rows):
     ]
 
 
-def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, *, states):
+def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK, *, states):
     batch, length, heads, k_dim = k_BTHK.shape
     size = _chunk_size(length)
     chunks = -(-length // size)
@@ -262,31 +264,31 @@ def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV, *, states):
     # The backward pass keeps the inputs and one state a group, and solves the chunks again.
     body = jax.checkpoint(partial(_group, size=size, states=states), prevent_cse=groups == 1)
     if groups == 1:
-        state_BHKV, o_BTHV = body(state_BHKV, inputs)
-        return o_BTHV[:, :length], state_BHKV
+        state_BHVK, o_BTHV = body(state_BHVK, inputs)
+        return o_BTHV[:, :length], state_BHVK
 
     def by_group(x):
         return jnp.moveaxis(x.reshape(batch, groups, rows, *x.shape[2:]), 1, 0)
 
-    state_BHKV, o_GBTHV = lax.scan(body, state_BHKV, [by_group(x) for x in inputs])
+    state_BHVK, o_GBTHV = lax.scan(body, state_BHVK, [by_group(x) for x in inputs])
     o_BTHV = jnp.moveaxis(o_GBTHV, 0, 1).reshape(batch, groups * rows, heads, -1)
-    return o_BTHV[:, :length], state_BHKV
+    return o_BTHV[:, :length], state_BHVK
 
 
-def chunked(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV):
+def chunked(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK):
     """Chunks of 64 rows solved in parallel, their maps scanned in order: prefill and training."""
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
-    return _by_groups(*inputs, state_BHKV, states=_states_sequential)
+    return _by_groups(*inputs, state_BHVK, states=_states_sequential)
 
 
-def associative(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHKV):
+def associative(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK):
     """`chunked` with a parallel prefix over the chunk maps: for few heads and long inputs."""
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
-    return _by_groups(*inputs, state_BHKV, states=_states_associative)
+    return _by_groups(*inputs, state_BHVK, states=_states_associative)
 
 
 def chunk_maps(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
-    """The affine map S -> M S + B of each chunk of 64 rows (of all T rows if T < 64).
+    """The affine map S -> S M + B of each chunk of 64 rows (of all T rows if T < 64).
 
     All of T at once: K (K + V) floats a chunk and head. Sequence parallelism composes the maps of
     a shard with `compose` and exchanges one (M, B) a shard.
@@ -297,7 +299,7 @@ def chunk_maps(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
         g = 0, beta = 0, k = 0; mask other rows that must not count in the same way.
 
     Returns:
-      (M_NBHKK, B_NBHKV) float32 with N = ceil(T / 64).
+      (M_NBHKK, B_NBHVK) float32 with N = ceil(T / 64).
     """
     size = _chunk_size(k_BTHK.shape[1])
     inputs = _pad_rows((k_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH), -k_BTHK.shape[1] % size)
