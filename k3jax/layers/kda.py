@@ -55,35 +55,54 @@ class KimiDeltaAttention(nnx.Module):
         (x_BTD,) = tokens.gather(x_own)
         B, T, _ = x_BTD.shape
         kda = self.config.kda
-        heads = (B, T, self.A_log.shape[0], kda.head_dim)  # this device's heads
+        H = self.A_log.shape[0]  # of this device
         valid_BT = tokens.positions_BT >= 0
+        qkv = [linear(x_BTD, w) for w in (self.q_proj, self.k_proj, self.v_proj)]
+        conv = [w[...] for w in (self.q_conv, self.k_conv, self.v_conv)]
+        z = linear(linear(x_BTD, self.f_a_proj), self.f_b_proj).reshape(B, T, H, -1)
+        b = linear(x_BTD, self.b_proj)
+        gate = linear(x_BTD, self.g_proj).reshape(B, T, H, -1)
+        A_log, dt_bias = self.A_log[...], self.dt_bias[...].reshape(H, -1)
+        norm, eps = self.o_norm[...], self.config.rms_norm_eps
+
+        if T == 1 and cache is not None:
+            o, *new = kda_op.kda_decode(
+                tuple(x[:, 0] for x in qkv),
+                z[:, 0],
+                b[:, 0],
+                gate[:, 0],
+                tuple(conv),
+                A_log,
+                dt_bias,
+                norm,
+                cache.state_BHVK,
+                cache.tails_3BWP,
+                lower_bound=kda.gate_lower_bound,
+                eps=eps,
+                valid_B=valid_BT[:, 0],
+                slot=slot,
+            )
+            out = tokens.contract(o.reshape(B, 1, -1), self.o_proj, x_own.dtype)
+            return out, KDACache(*new)
+
         lengths_B = jnp.sum(valid_BT, axis=1, dtype=jnp.int32)
-
-        tails = [None] * 3 if cache is None else list(read(cache.tails_3BWP, slot))
+        tails = [None] * 3 if cache is None else read(cache.tails_3BWP, slot)
         mixed, new_tails = [], []
-        for name, tail in zip("qkv", tails, strict=True):
-            projected = linear(x_BTD, getattr(self, f"{name}_proj"))
-            weight = getattr(self, f"{name}_conv")[...]
-            y, new_tail = short_conv(projected, weight, tail, lengths_B)
-            mixed.append(y.reshape(heads))
+        for x, w, tail in zip(qkv, conv, tails, strict=True):
+            y, new_tail = short_conv(x, w, tail, lengths_B)
+            mixed.append(y.reshape(B, T, H, -1))
             new_tails.append(new_tail)
-        q, k, v = mixed
-
-        z = linear(linear(x_BTD, self.f_a_proj), self.f_b_proj).reshape(heads)
-        g = kda_op.decay(
-            z, self.A_log[...], self.dt_bias[...].reshape(heads[2:]), kda.gate_lower_bound
-        )
-        beta = jax.nn.sigmoid(linear(x_BTD, self.b_proj).astype(jnp.float32))
-        o, state = kda_op.kda(
-            kda_op.l2norm(q) * kda.head_dim**-0.5,
-            kda_op.l2norm(k),
-            v,
-            g,
-            beta,
+        o, state = kda_op.gated_kda(
+            *mixed,
+            z,
+            b,
+            A_log,
+            dt_bias,
             None if cache is None else read(cache.state_BHVK, slot),
-            valid_BT=valid_BT,
+            lower_bound=kda.gate_lower_bound,
+            lengths_B=lengths_B,
         )
-        o = self._gated_norm(o, linear(x_BTD, self.g_proj).reshape(heads))
+        o = kda_op.gated_norm(o, gate, norm, eps)
         out = tokens.contract(o.reshape(B, T, -1), self.o_proj, x_own.dtype)
         if cache is None:
             return out, None
@@ -91,12 +110,3 @@ class KimiDeltaAttention(nnx.Module):
             replace(cache.state_BHVK, state, slot),
             replace(cache.tails_3BWP, jnp.stack(new_tails), slot),
         )
-
-    def _gated_norm(self, o_BTHV, gate_BTHV):
-        """RMSNorm over each head, then sigmoid(gate); float32, one cast."""
-        o = o_BTHV.astype(jnp.float32)
-        o = o * jax.lax.rsqrt(
-            jnp.mean(jnp.square(o), axis=-1, keepdims=True) + jnp.float32(self.config.rms_norm_eps)
-        )
-        o = o * self.o_norm[...] * jax.nn.sigmoid(gate_BTHV.astype(jnp.float32))
-        return o.astype(o_BTHV.dtype)

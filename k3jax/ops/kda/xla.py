@@ -9,7 +9,7 @@ With P_i the sum of g over rows 1..i of a chunk and g(j, i] the sum over rows j+
 recurrence from the entry state S gives (Kimi Linear paper, the chunkwise form):
 
     (I + diag(beta) A) U = diag(beta) (V - Kp S^T)      A_ij = sum_c k_ic k_jc exp(g(j, i]_c), j < i
-    O  = Qp S^T + Z U                                   Z_ij = sum_c q_ic k_jc exp(g(j, i]_c), j <= i
+    O  = Qp S^T + Z U                                 Z_ij = sum_c q_ic k_jc exp(g(j, i]_c), j <= i
     S' = S diag(exp(P_64)) + U^T Ks
     Kp_i = k_i exp(P_i),  Qp_i = q_i exp(P_i),  Ks_j = k_j exp(g(j, 64])
 

@@ -1,0 +1,145 @@
+"""One token of a whole KDA mixer, from the projections to the normed output of each head."""
+
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from k3jax.errors import InputError
+from k3jax.ops import target
+from k3jax.ops.kda.core import describe, expect
+from k3jax.ops.kda.gated import gated_kda
+from k3jax.ops.short_conv import short_conv
+
+_log = logging.getLogger(__name__)
+
+
+def gated_norm(o: Array, gate: Array, norm_V: Array, eps: float) -> Array:
+    """RMSNorm over the last axis, times ``norm_V`` and sigmoid(gate); float32, one cast."""
+    wide = o.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
+    return (wide * scale * norm_V * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
+
+
+def _xla(qkv_3BP, z_BHK, b_BH, gate_BHV, weights, state_BHVK, tails_3BWP, valid_B, bound, eps):
+    conv_3PW, A_log_H, dt_bias_HK, norm_V = weights
+    lengths_B = None if valid_B is None else valid_B.astype(jnp.int32)
+    mixed, new_tails = [], []
+    for x_BP, w_PW, tail_BWP in zip(qkv_3BP, conv_3PW, tails_3BWP, strict=True):
+        y_B1P, tail_BWP = short_conv(x_BP[:, None], w_PW, tail_BWP, lengths_B)
+        mixed.append(y_B1P.reshape(*y_B1P.shape[:2], b_BH.shape[1], -1))
+        new_tails.append(tail_BWP)
+    o_B1HV, state_BHVK = gated_kda(
+        *mixed,
+        z_BHK[:, None],
+        b_BH[:, None],
+        A_log_H,
+        dt_bias_HK,
+        state_BHVK,
+        lower_bound=bound,
+        lengths_B=lengths_B,
+        implementation="xla",
+    )
+    o_BHV = gated_norm(o_B1HV[:, 0], gate_BHV, norm_V, eps)
+    return o_BHV, state_BHVK, jnp.stack(new_tails)
+
+
+def _xla_of_stack(inputs, weights, state, tails, valid_B, slot, bound, eps):
+    """The portable form takes its layer out of the stack and puts it back."""
+    if slot is None:
+        return _xla(*inputs, weights, state, tails, valid_B, bound, eps)
+    layer = [jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False) for x in (state, tails)]
+    o_BHV, *new = _xla(*inputs, weights, *layer, valid_B, bound, eps)
+    put = jax.lax.dynamic_update_index_in_dim
+    return o_BHV, *(put(x, y, slot, 0) for x, y in zip((state, tails), new, strict=True))
+
+
+# name -> f((qkv, z, b, gate), (conv, A_log, dt_bias, norm), state, tails, valid or None,
+#           slot or None, lower_bound, eps) -> (o, state, tails)
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array, Array]]] = {"xla": _xla_of_stack}
+
+
+def kda_decode(
+    qkv_3BP: tuple[Array, Array, Array],
+    z_BHK: Array,
+    b_BH: Array,
+    gate_BHV: Array,
+    conv_3PW: tuple[Array, Array, Array],
+    A_log_H: Array,
+    dt_bias_HK: Array,
+    norm_V: Array,
+    state_BHVK: Array,
+    tails_3BWP: Array,
+    *,
+    lower_bound: float | None,
+    eps: float,
+    valid_B: Array | None = None,
+    slot: Array | None = None,
+    implementation: str = "auto",
+) -> tuple[Array, Array, Array]:
+    """Short convolution, SiLU, L2 norms, decay, the delta rule and the gated head norm of a token.
+
+    The same numbers as `short_conv`, `gated_kda` and `gated_norm` in a row.
+
+    Args:
+      qkv_3BP: projections of q, k and v before the convolution, one dtype; P = H K = H V.
+      z_BHK, b_BH: decay projection and write logit; see `gated_kda`.
+      gate_BHV: logit of the output gate.
+      conv_3PW: float32 filters of q, k and v; see `short_conv`.
+      A_log_H, dt_bias_HK: float32; see `decay`.
+      norm_V: float32 weight of the head norm.
+      state_BHVK: float32; tails_3BWP: the last W - 1 inputs of the convolutions, oldest first, in
+        the dtype of qkv. With ``slot`` both lead with an axis of layers.
+      lower_bound: of the log decay; eps: of the head norm.
+      valid_B: bool; a row that is False keeps state and tails bit for bit, its output is zero, and
+        its other inputs may hold anything.
+      slot: int32, which layer of the stacks; the others come back as they were.
+      implementation: "auto" or a name in `IMPLEMENTATIONS`.
+
+    Returns:
+      (o_BHV in the dtype of qkv, state, tails), the last two in place if they are donated.
+
+    Raises:
+      InputError: a shape or dtype that does not fit, or an implementation that is unknown or
+        refuses these inputs.
+    """
+    q_BP = qkv_3BP[0]
+    if q_BP.ndim != 2 or not jnp.issubdtype(q_BP.dtype, jnp.floating):
+        raise InputError(f"kda_decode: q is {describe(q_BP)}, expected floating [B, P]")
+    if z_BHK.ndim != 3 or not jnp.issubdtype(z_BHK.dtype, jnp.floating):
+        raise InputError(f"kda_decode: z is {describe(z_BHK)}, expected floating [B, H, K]")
+    batch, heads, k_dim = z_BHK.shape
+    v_dim, width = gate_BHV.shape[-1], conv_3PW[0].shape[-1]
+    channels = {"q": heads * k_dim, "k": heads * k_dim, "v": heads * v_dim}
+    for (name, P), x_BP, w_PW in zip(channels.items(), qkv_3BP, conv_3PW, strict=True):
+        expect(f"kda_decode: {name}", x_BP, (batch, P), q_BP.dtype)
+        expect(f"kda_decode: conv of {name}", w_PW, (P, width), jnp.float32)
+    expect("kda_decode: b", b_BH, (batch, heads), b_BH.dtype)
+    expect("kda_decode: gate", gate_BHV, (batch, heads, v_dim), gate_BHV.dtype)
+    expect("kda_decode: A_log", A_log_H, (heads,), jnp.float32)
+    expect("kda_decode: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
+    expect("kda_decode: norm", norm_V, (v_dim,), jnp.float32)
+    layers = () if slot is None else state_BHVK.shape[:1]
+    expect("kda_decode: state", state_BHVK, (*layers, batch, heads, v_dim, k_dim), jnp.float32)
+    tails_shape = (*layers, 3, batch, width - 1, heads * k_dim)
+    expect("kda_decode: tails", tails_3BWP, tails_shape, q_BP.dtype)
+    if valid_B is not None:
+        expect("kda_decode: valid", valid_B, (batch,), jnp.bool_)
+    if implementation == "auto":
+        implementation, reason = "xla", f"no kernel for {target.device_kind()}"
+        _log.debug("kda_decode: %s (%s), batch %s", implementation, reason, batch)
+    if implementation not in IMPLEMENTATIONS:
+        names = ", ".join(["auto", *IMPLEMENTATIONS])
+        raise InputError(f"kda_decode: implementation {implementation!r} is not one of {names}")
+    return IMPLEMENTATIONS[implementation](
+        (qkv_3BP, z_BHK, b_BH, gate_BHV),
+        (conv_3PW, A_log_H, dt_bias_HK, norm_V),
+        state_BHVK,
+        tails_3BWP,
+        valid_B,
+        slot,
+        lower_bound,
+        eps,
+    )

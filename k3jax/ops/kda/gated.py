@@ -1,0 +1,98 @@
+"""KDA over many tokens from what the projections give: norms and gates are part of the op."""
+
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from k3jax.errors import InputError
+from k3jax.ops import target
+from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm
+
+_log = logging.getLogger(__name__)
+
+
+def _xla(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B, bound):
+    rows_T = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32)
+    return kda(
+        l2norm(q_BTHK) * k_BTHK.shape[-1] ** -0.5,
+        l2norm(k_BTHK),
+        v_BTHV,
+        decay(z_BTHK, A_log_H, dt_bias_HK, bound),
+        jax.nn.sigmoid(b_BTH.astype(jnp.float32)),
+        state_BHVK,
+        valid_BT=None if lengths_B is None else rows_T < lengths_B[:, None],
+    )
+
+
+# name -> f(q, k, v, z, b, A_log, dt_bias, state, lengths or None, lower_bound) -> (o, state)
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {"xla": _xla}
+
+
+def gated_kda(
+    q_BTHK: Array,
+    k_BTHK: Array,
+    v_BTHV: Array,
+    z_BTHK: Array,
+    b_BTH: Array,
+    A_log_H: Array,
+    dt_bias_HK: Array,
+    state_BHVK: Array | None = None,
+    *,
+    lower_bound: float | None,
+    lengths_B: Array | None = None,
+    implementation: str = "auto",
+) -> tuple[Array, Array]:
+    """`kda` on raw inputs:
+
+        kda(l2norm(q) K**-0.5, l2norm(k), v, decay(z, A_log, dt_bias, lower_bound), sigmoid(b))
+
+    Args:
+      q_BTHK, k_BTHK, v_BTHV: after the short convolution, floating.
+      z_BTHK: output of the low-rank decay projection; see `decay`.
+      b_BTH: logit of the write strength.
+      A_log_H, dt_bias_HK: float32; see `decay`.
+      state_BHVK: float32 state before the first token; zeros if absent.
+      lower_bound: of the log decay; see `decay`.
+      lengths_B: int32 number of real rows of each batch row, 0..T; the rows behind may hold
+        anything, NaN included: outputs there are zero and the state does not see them. All rows
+        are real if absent.
+      implementation: "auto" or a name in `IMPLEMENTATIONS`.
+
+    Returns:
+      (o_BTHV in the dtype of v, state_BHVK float32 after the last real token).
+
+    Raises:
+      InputError: a shape or dtype that does not fit, T == 0, or an implementation that is unknown
+        or refuses these inputs.
+    """
+    for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV), ("z", z_BTHK)):
+        if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise InputError(
+                f"gated_kda: {name} is {describe(x)}, expected floating [B, T, H, channels]"
+            )
+    batch, length, heads, k_dim = k_BTHK.shape
+    if length == 0:
+        raise InputError(f"gated_kda: k is {describe(k_BTHK)}: no tokens (T = 0)")
+    expect("gated_kda: q", q_BTHK, k_BTHK.shape, q_BTHK.dtype)
+    expect("gated_kda: z", z_BTHK, k_BTHK.shape, z_BTHK.dtype)
+    expect("gated_kda: v", v_BTHV, (batch, length, heads, v_BTHV.shape[-1]), v_BTHV.dtype)
+    expect("gated_kda: b", b_BTH, (batch, length, heads), b_BTH.dtype)
+    expect("gated_kda: A_log", A_log_H, (heads,), jnp.float32)
+    expect("gated_kda: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
+    state_shape = (batch, heads, v_BTHV.shape[-1], k_dim)
+    if state_BHVK is None:
+        state_BHVK = jnp.zeros(state_shape, jnp.float32)
+    expect("gated_kda: state", state_BHVK, state_shape, jnp.float32)
+    if lengths_B is not None:
+        expect("gated_kda: lengths", lengths_B, (batch,), jnp.int32)
+    if implementation == "auto":
+        implementation, reason = "xla", f"no kernel for {target.device_kind()}"
+        _log.debug("gated_kda: %s (%s), T = %s", implementation, reason, length)
+    if implementation not in IMPLEMENTATIONS:
+        names = ", ".join(["auto", *IMPLEMENTATIONS])
+        raise InputError(f"gated_kda: implementation {implementation!r} is not one of {names}")
+    inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B)
+    return IMPLEMENTATIONS[implementation](*inputs, lower_bound)
