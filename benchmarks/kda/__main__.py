@@ -121,6 +121,7 @@ def timed(
     rates = run.report["ceilings"]
     floor_ms, binds = case.floor(rates["bytes_per_second"], rates["operations_per_second"])
     found = {side.name: _peer(side, laps) for side in others}
+    flash = next((s for s in others if s.name == peers.FLASHKDA and s.error is None), None)
     best = _best(laps, [side.name for side in others])
     for program in programs:
         row = rows[program.name]
@@ -140,13 +141,27 @@ def timed(
             "kernels": own.kernels,
             "share": floor_ms / statistics.median(own.kernel or own.wall),
             "finite": finite[program.name],
+            "temporaries": program.temporaries,
+            "against_flashkda": None if flash is None else _difference(case, program, flash),
             "peers": found,
             "peer": best,
             "kernel_ratio": ratio(own.kernel, peer.kernel),
             "wall_ratio": ratio(own.wall, peer.wall),
         }
         row["notes"] = _notes(case, row, others)
+        problems = {laps[side.name].problem for side in sides if side.error is None} - {""}
+        row["notes"] += [f"no kernel times: {problem}" for problem in sorted(problems)]
     return list(rows.values())
+
+
+def _difference(case: cases.Case, program, flash) -> dict[str, float]:
+    """Relative L2 difference of ours and FlashKDA's, at full size: states, and the last tokens."""
+    (o, state), (other_o, other_state, _) = program.out, flash.results
+    found = {"state": accuracy.error(state, other_state.cpu().numpy())}
+    if case.lengths is None:
+        last = other_o[:, -256:].float().cpu().numpy()
+        found["o"] = accuracy.error(o[:, -256:], last)
+    return found
 
 
 def _peer(side, laps: dict[str, Laps]) -> dict[str, Any]:
@@ -179,8 +194,12 @@ def _notes(case: cases.Case, row: dict[str, Any], others) -> list[str]:
         notes.append("NOT FINITE")
     if case.kind == "decode" and row["peer"]:
         notes.append(DECODE_NOTE)
-    if case.lengths is not None:
+    if case.lengths is not None and row["peer"]:
         notes.append(PADDED_NOTE)
+    if case.kind == "decode" and row["temporaries"] > case.state_bytes:
+        notes.append(f"{row['temporaries'] / 1e6:.0f} MB of temporaries: a state is copied")
+    if max((row["against_flashkda"] or {"state": 0.0}).values()) > 0.05:
+        notes.append(f"DIFFERS from FlashKDA: {row['against_flashkda']}")
     if row["kernel_ms"] and row["wall_ms"]["median"] > 1.25 * row["kernel_ms"]["median"]:
         notes.append("wall is over 1.25 x kernels: launch gaps or memory copies")
     if row["chosen"]:
@@ -205,7 +224,7 @@ def execute(run: Run, chosen: Sequence[cases.Case]) -> int:
     limits = (2, 4) if options.small else (32, 128)
     work = [(case, ours.Workload(case, *limits)) for case in chosen]
     site = peers.unpack(options.peers) if options.peers else None
-    triton = site is not None and not options.quick
+    triton = site is not None and not options.quick and any(case.triton for case in chosen)
     run.say(f"{report['about']['device']}, jax {jax.__version__}; {len(work)} cases")
     with ThreadPoolExecutor(options.compile_threads) as pool:
         # The portable form and the layer hold products that XLA tunes on the device: they wait
@@ -257,8 +276,8 @@ def _errors(run: Run, triton: bool) -> None:
         try:
             found = accuracy.rows(case, named, run.peers, triton)
         except Exception as error:
-            found = [{"case": f"error {case.name}", "implementation": ", ".join(named)}]
-            found[0] |= {"failed": reason(error), "peers": {}}
+            head = {"case": f"error {case.name}", "implementation": ", ".join(named)}
+            found = [head | {"failed": reason(error), "peers": {}}]
         run.report["errors"] += found
         run.say(table.errors(found))
         run.save()
@@ -279,20 +298,20 @@ def _one(run: Run, case: cases.Case, workload, compiled: dict[str, Future]) -> N
         try:
             found = timed(run, case, workload, compiled)
         except Exception as error:
-            found = [{"case": case.name, "implementation": ", ".join(compiled)}]
-            found[0] |= {"failed": reason(error), "notes": []}
+            head = {"case": case.name, "implementation": ", ".join(compiled)}
+            found = [head | {"failed": reason(error), "notes": []}]
         report["rows"] += found
         for row in found:
             run.say("  ".join(table.cells(row)))
     run.save()
-    vars(workload).pop("shared", None), vars(workload).pop("inputs", None)
+    workload.free()
     gc.collect()
     if run.peers is not None:
         run.peers.free()
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="kda", description=__doc__.splitlines()[0])
+    made = argparse.ArgumentParser(prog="kda", description=(__doc__ or "").splitlines()[0])
     made.add_argument("--rows", metavar="PATTERN", help="cases whose name has this expression")
     made.add_argument("--quick", action="store_true", help="few cases, no FLA chunk kernels")
     made.add_argument("--small", action="store_true", help="toy sizes, on any device")

@@ -1,4 +1,4 @@
-"""Relative L2 errors against the float64 recurrence, of ours and of the peers on the same inputs."""
+"""Relative L2 errors against the float64 recurrence, ours and the peers' on the same inputs."""
 
 from __future__ import annotations
 
@@ -77,10 +77,7 @@ def rows(case: Case, implementations: Sequence[str], peers: Peers | None, triton
             compiled, row["chosen"] = workload.compile(name)
             program = workload.program(name, compiled)
             program.launch()
-            if prefill:
-                got = program.out
-            else:
-                got = program.out[0], program.arguments[2][0][0]
+            got = program.out if prefill else (program.out[0], program.arguments[2][0][0])
             row["o"], row["state"] = map(error, map(_numpy, got), want)
         except Exception as problem:
             row["failed"] = reason(problem)

@@ -159,8 +159,9 @@ CASES = (
     Case("decode", 512),
     Case("decode", 64, heads=12),
     Case("layer", 64, quick=True),
-    _prefill(262_144),
     _prefill(1_048_576, heads=12),
+    # Past 2^31 elements a kernel with 32-bit offsets may fault, and take the process with it.
+    _prefill(262_144),
     _prefill(1_048_576),
 )
 TOYS = tuple(

@@ -6,14 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kda.ours import Program
-from benchmarks.kda.timing import Kernels, measure, spread
+from benchmarks.kda.timing import Kernels, measure, reason, spread
 
 COPY_BYTES, SIZE = 2**32, 8192  # 4.3 GB in and 4.3 GB out; bf16, 1.1 TFLOP
 SMALL_BYTES, SMALL_SIZE = 2**22, 256
+H200 = {"bytes_per_second": 4.28e12, "operations_per_second": 790e12}  # measured 2026-11-29
 
 
 def ceilings(kernels: Kernels, repeats: int, small: bool) -> dict:
-    """Bytes and operations a second, by the better of the two measures; random operands."""
+    """Bytes and operations a second; an H200's of another day, and why, if measuring fails."""
+    try:
+        return _measured(kernels, repeats, small)
+    except Exception as error:
+        return {**H200, "assumed": reason(error)}
+
+
+def _measured(kernels: Kernels, repeats: int, small: bool) -> dict:
+    """By the better of the two measures; random operands of the product."""
     count = (SMALL_BYTES if small else COPY_BYTES) // 4
     size = SMALL_SIZE if small else SIZE
     numbers = jax.jit(lambda: jnp.arange(count, dtype=jnp.int32))()
@@ -34,7 +43,10 @@ def ceilings(kernels: Kernels, repeats: int, small: bool) -> dict:
     for name, (function, inputs, amount) in work.items():
         arguments = ((), inputs, ())
         compiled = jax.jit(function).lower(*arguments).compile()
-        laps = measure([Program(name, compiled, arguments, 1)], repeats, kernels)[name]
+        program = Program(name, compiled, arguments, 1)
+        laps = measure([program], repeats, kernels).get(name)
+        if laps is None:
+            raise RuntimeError(program.error)
         best = min([*laps.wall, *laps.kernel])
         found[name] = {
             "per_second": 1e3 * amount / best,

@@ -43,11 +43,11 @@ def _normal(key, shape, dtype=bf16, scale=1.0):
     return (scale * jax.random.normal(key, shape, f32)).astype(dtype)
 
 
-def parameters(case: Case, key) -> dict[str, jax.Array]:
+def parameters(case: Case, key) -> dict[str, Any]:
     """A_log_H in [0, 1), dt_bias_HK of spread 0.1, and for decode filters and the head norm."""
     keys = jax.random.split(key, 6)
     H, K, P = case.heads, case.dim, case.width
-    made = {
+    made: dict[str, Any] = {
         "A_log": jax.random.uniform(keys[0], (H,), f32),
         "dt_bias": _normal(keys[1], (H, K), f32, 0.1),
     }
@@ -57,7 +57,7 @@ def parameters(case: Case, key) -> dict[str, jax.Array]:
     return made
 
 
-def tokens(case: Case, key) -> dict[str, jax.Array]:
+def tokens(case: Case, key) -> dict[str, Any]:
     """Random normal bf16 inputs of one call; with ``lengths`` also those and initial states."""
     keys = jax.random.split(key, 6)
     B, T, H, K = case.batch, case.tokens, case.heads, case.dim
@@ -66,9 +66,11 @@ def tokens(case: Case, key) -> dict[str, jax.Array]:
         z, gate = (_normal(key, (B, H, K)) for key in keys[3:5])
         return {"qkv": qkv, "z": z, "b": _normal(keys[5], (B, H)), "gate": gate}
     drawn = min(T, BLOCK)
-    shapes = {name: (B, drawn, H, K) for name in "qkvz"} | {"b": (B, drawn, H)}
-    made = {name: _normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=False)}
-    if T > drawn:
+    shapes = dict.fromkeys("qkvz", (B, drawn, H, K)) | {"b": (B, drawn, H)}
+    made: dict[str, Any] = {
+        name: _normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=False)
+    }
+    if drawn < T:
         made = {n: jnp.tile(x, (1, T // drawn) + (1,) * (x.ndim - 2)) for n, x in made.items()}
     if case.lengths is not None:
         made["lengths"] = jnp.array(case.lengths, jnp.int32)
@@ -86,7 +88,11 @@ def state(case: Case, key) -> tuple[jax.Array, jax.Array]:
 
 def prefill(implementation: str, shared, x) -> tuple[jax.Array, jax.Array]:
     return gated_kda(
-        *(x[name] for name in "qkvzb"),
+        x["q"],
+        x["k"],
+        x["v"],
+        x["z"],
+        x["b"],
         shared["A_log"],
         shared["dt_bias"],
         x.get("state"),
@@ -156,13 +162,20 @@ def chain(step: Callable, calls: int) -> Callable:
     return program
 
 
+@jax.jit
+def _all_finite(x):
+    return jnp.isfinite(x).all()  # in one pass: x may be 26 GB
+
+
 class Program:
     """A side of ours: a compiled program and its arguments. Its states are donated and come back
     in place."""
 
     def __init__(self, name: str, compiled, arguments: Sequence[Any], calls: int):
-        self.name, self.calls, self.error = name, calls, None
-        self.compiled, self.arguments, self.out = compiled, list(arguments), None
+        self.name, self.calls = name, calls
+        self.error: str | None = None
+        self.compiled, self.arguments = compiled, list(arguments)
+        self.out: Any = None
 
     def launch(self) -> None:
         self.out = None  # at a million tokens there is room for one output
@@ -175,7 +188,13 @@ class Program:
 
     def finite(self) -> bool:
         leaves = jax.tree.leaves((self.out, self.arguments[2]))
-        return all(bool(jnp.isfinite(x).all()) for x in leaves)
+        return all(bool(_all_finite(x)) for x in leaves)
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes of scratch memory; a decode step in place has less than a state."""
+        found = self.compiled.memory_analysis()
+        return -1 if found is None else found.temp_size_in_bytes
 
 
 class Workload:
@@ -188,6 +207,8 @@ class Workload:
     def __init__(self, case: Case, most_sets: int = 32, most_calls: int = 128):
         self.case = case
         self.sets, self.calls = 1, 1
+        self.shared: Any = None
+        self.inputs: Any = None
         if case.kind != "prefill":
             self.sets, self.calls = rotation(case, most_sets, most_calls)
         self.graph = None
@@ -217,6 +238,9 @@ class Workload:
         self.shared, self.inputs = self._shared(), self._inputs()
         jax.block_until_ready((self.shared, self.inputs))
 
+    def free(self) -> None:
+        self.shared = self.inputs = None
+
     def shapes(self):
         """Of the arguments, without making one."""
         layer = self.case.kind == "layer"
@@ -236,7 +260,7 @@ class Workload:
             program = chain(partial(_layer_step, self.graph), self.calls)
         with _Said() as said:
             lowered = jax.jit(program, donate_argnums=2).lower(*self.shapes())
-        return lowered.compile(), said.last
+        return lowered.compile(), said.first
 
     def program(self, implementation: str, compiled) -> Program:
         arguments = (self.shared, self.inputs, self.states())
@@ -244,16 +268,16 @@ class Workload:
 
 
 class _Said(logging.Handler):
-    """The last choice that the ops logged in this thread, such as "xla (no kernel for cpu)"."""
+    """The first choice that the ops logged in this thread: the outer op speaks before the inner."""
 
     def __init__(self):
         super().__init__(logging.DEBUG)
-        self.last, self.thread = "", threading.get_ident()
+        self.first, self.thread = "", threading.get_ident()
         self.logger = logging.getLogger("k3jax.ops.kda")
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self.thread:
-            self.last = record.getMessage()
+            self.first = self.first or record.getMessage()
 
     def __enter__(self):
         self.logger.setLevel(logging.DEBUG)

@@ -9,6 +9,7 @@ imported here only, once a folder is given, and reads the very arrays that ours 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -78,30 +79,26 @@ def warm(site: Path, seconds: float, shards: int = SHARDS) -> str:
     paths = [str(site), root, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "benchmarks.kda.peers", str(site)]
-    workers, logs = [], []
-    for i in range(shards):
-        logs.append(tempfile.TemporaryFile())
-        arguments = [*command, str(i), str(shards)]
-        workers.append(
-            subprocess.Popen(arguments, env=environment, stdout=logs[-1], stderr=logs[-1])
-        )
-    stopped = 0
-    for worker in workers:
-        try:
-            worker.wait(max(0.1, begin + seconds - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-            stopped += 1
-    failed = [i for i, worker in enumerate(workers) if worker.returncode not in (0, -9)]
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(shards)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(i), str(shards)], env=environment, stdout=log, stderr=log
+            )
+            for i, log in enumerate(logs)
+        ]
+        stopped, failed = 0, []
+        for worker, log in zip(workers, logs, strict=True):
+            try:
+                if worker.wait(max(0.1, begin + seconds - time.perf_counter())):
+                    log.seek(0)
+                    failed += log.read().decode(errors="replace").strip().splitlines()[-1:]
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+                stopped += 1
     said = f"{shards} processes, {time.perf_counter() - begin:.0f} s, {stopped} stopped"
-    if failed:
-        logs[failed[0]].seek(0)
-        last = logs[failed[0]].read().decode(errors="replace").strip().splitlines()[-1:]
-        said += f", {len(failed)} failed: {''.join(last)[:200]}"
-    for log in logs:
-        log.close()
-    return said
+    return said + (f", {len(failed)} failed: {failed[0][:200]}" if failed else "")
 
 
 def _shard(site: Path, shard: int, shards: int) -> None:
@@ -130,12 +127,16 @@ def _shard(site: Path, shard: int, shards: int) -> None:
 
 
 class TorchSide:
-    """A side of a peer: functions that queue one call each, replayed as one CUDA graph if asked."""
+    """A side of a peer: functions that queue one call each, replayed as one CUDA graph if asked.
+
+    ``results`` are the tensors that the last call wrote, where they can be compared with ours.
+    """
 
     def __init__(self, name: str, torch, functions: Sequence[Callable[[], Any]], graph: bool):
-        self.name, self.calls, self.error = name, len(functions), None
+        self.name, self.calls, self.note = name, len(functions), ""
+        self.error: str | None = None
         self.torch, self.functions, self.graph, self.wanted = torch, functions, None, graph
-        self.note = ""
+        self.results: tuple[Any, ...] = ()
 
     def _capture(self) -> None:
         """Once the kernels are compiled and chosen: a graph, or a note why there is none."""
@@ -143,9 +144,9 @@ class TorchSide:
         torch = self.torch
         self.direct()
         self.wait()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
         try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 self.direct()
             torch.cuda.current_stream().wait_stream(side)
@@ -184,6 +185,8 @@ class Peers:
     Inputs are dictionaries of torch tensors with the names that `benchmarks.kda.ours.tokens` uses;
     packed sequences have ``bounds``, their cumulative lengths.
     """
+
+    device = "cuda"
 
     def __init__(self, site: Path):
         _import_from(site)
@@ -227,9 +230,9 @@ class Peers:
             out = torch.empty_like(x["v"])
         if workspace is None:
             size = op.get_workspace_size(B * T, H, count)
-            workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
         if final is None:
-            final = torch.zeros(count, H, K, K, device="cuda")
+            final = torch.zeros(count, H, K, K, device=self.device)
         tokens = (x["q"], x["k"], x["v"], x["z"], x["b"])
         gates = (x["A_log"], x["dt_bias"], LOWER_BOUND)
         states = (x.get("state"), final, bounds, None, None)
@@ -287,19 +290,20 @@ class Peers:
             x = self._packed(case, x)
         graph = case.real_tokens <= GRAPH_TOKENS
         if self.flash_error is None:
-            buffers: list[Any] = []
+            side = TorchSide(FLASHKDA, torch, [], graph)
 
             def flash():
-                if not buffers:
+                if not side.results:  # allocated in the first call, so that a failure is a row's
                     B, T, H, K = x["q"].shape
-                    count = case.batch if case.lengths is None else len(case.lengths)
-                    size = torch.ops._flashkda_C.get_workspace_size(B * T, H, count)
-                    buffers.append(torch.empty_like(x["v"]))
-                    buffers.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-                    buffers.append(torch.zeros(count, H, K, K, device="cuda"))
-                self.flash(x, *buffers)
+                    size = torch.ops._flashkda_C.get_workspace_size(B * T, H, case.batch)
+                    workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+                    final = torch.zeros(case.batch, H, K, K, device=self.device)
+                    side.results = (torch.empty_like(x["v"]), final, workspace)
+                out, final, workspace = side.results
+                self.flash(x, out, workspace, final)
 
-            sides.append(TorchSide(FLASHKDA, torch, [flash], graph))
+            side.functions, side.calls = [flash], 1
+            sides.append(side)
         if self.fla_error is None and triton and case.triton:
             sides.append(TorchSide(CHUNK, torch, [lambda: self.chunk(x)], graph))
         return sides
@@ -308,7 +312,7 @@ class Peers:
         """Padded rows put end to end, as both peers take them."""
         torch, lengths = self.torch, case.lengths or ()
         rows = {n: [x[n][i, :length] for i, length in enumerate(lengths)] for n in "qkvzb"}
-        bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+        bounds = torch.tensor([0, *lengths], device=self.device).cumsum(0)
         kept = {name: x[name] for name in ("A_log", "dt_bias", "state")}
         return kept | {n: torch.cat(r)[None] for n, r in rows.items()} | {"bounds": bounds}
 
@@ -324,7 +328,7 @@ class Peers:
             x = self.tensors(arrays)
             qkv = {n: t.reshape(B, 1, H, K) for n, t in zip("qkv", x["qkv"], strict=True)}
             inputs.append(qkv | {"z": x["z"][:, None], "b": x["b"][:, None]} | shared)
-        states = [0.1 * torch.randn(B, H, K, K, device="cuda") for _ in range(workload.sets)]
+        states = [0.1 * torch.randn(B, H, K, K, device=self.device) for _ in range(workload.sets)]
         outs = [torch.empty_like(x["v"]) for x in inputs]
 
         def calls(v_first: bool):

@@ -49,11 +49,13 @@ class Laps:
 
     Attributes:
       kernels: name -> (launches a call, milliseconds a call) in the last kernel lap.
+      problem: why there are no kernel times.
     """
 
     wall: list[float] = field(default_factory=list)
     kernel: list[float] = field(default_factory=list)
     kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
+    problem: str = ""
 
 
 def reason(error: BaseException) -> str:
@@ -70,6 +72,7 @@ class Kernels:
 
     def __init__(self):
         self.missing: str | None = None
+        self.problems = 0  # after three this measure is given up
         try:
             from jax._src.lib import mosaic_gpu  # the part of `mosaic.gpu.profiler` that records
 
@@ -108,12 +111,16 @@ def measure(
         if repeat >= 3 and time.perf_counter() - begin > KERNEL_SECONDS:
             break
         for side in _working(sides):
-            if kernels.missing is None:
+            if kernels.missing is None and not laps[side.name].problem:
                 # An error here spoils this measure only; the wall laps stand.
                 try:
                     _kernel_lap(side, kernels, laps[side.name])
                 except Exception as error:
-                    kernels.missing = reason(error)
+                    laps[side.name].kernel = []
+                    laps[side.name].problem = reason(error)
+                    kernels.problems += 1
+                    if kernels.problems == 3:
+                        kernels.missing = reason(error)
     for side in sides:
         if side.error is not None:
             laps.pop(side.name, None)
