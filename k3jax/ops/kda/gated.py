@@ -17,8 +17,9 @@ from k3jax.ops.packed import Lengths, bounds
 _log = logging.getLogger(__name__)
 
 
-def _normalised(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, bound):
-    """The inputs of `kda`."""
+def normalised(inputs, A_log_H, dt_bias_HK, bound):
+    """(q, k, v, g, beta) of `kda` from (q, k, v, z, b) of `gated_kda`."""
+    q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH = inputs
     return (
         l2norm(q_BTHK) * k_BTHK.shape[-1] ** -0.5,
         l2norm(k_BTHK),
@@ -31,17 +32,18 @@ def _normalised(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, boun
 def _xla(
     q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state, lengths_B, bound, packing
 ):
-    inputs, gates = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH), (A_log_H, dt_bias_HK, bound)
+    inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH)
     if packing is None:
         rows_T = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32)
         valid_BT = None if lengths_B is None else rows_T < lengths_B[:, None]
-        return kda(*_normalised(*inputs, *gates), state, valid_BT=valid_BT)
+        q, k, v, g, beta = normalised(inputs, A_log_H, dt_bias_HK, bound)
+        return kda(q, k, v, g, beta, state, valid_BT=valid_BT)
     # Rows move first: every sequence begins at a whole chunk then, and XLA:CPU, which sums the last
     # rows of an array in another order than the others, sums them alike wherever it stands. Only
     # rows of a sequence are read, so what stands behind the last one may be anything.
-    padded = _normalised(*map(packing.pad, inputs), *gates)
-    padded = (zero_unless(packing.row_R[None] >= 0, x) for x in padded)
-    o_1RHV, state = xla.packed(*padded, state, packing)
+    padded = normalised(map(packing.pad, inputs), A_log_H, dt_bias_HK, bound)
+    q, k, v, g, beta = (zero_unless(packing.row_R[None] >= 0, x) for x in padded)
+    o_1RHV, state = xla.packed(q, k, v, g, beta, state, packing)
     return packing.unpad(o_1RHV).astype(v_BTHV.dtype), state
 
 

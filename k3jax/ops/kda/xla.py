@@ -285,27 +285,33 @@ def _pad_rows(inputs, rows):
     ]
 
 
+def _in_groups(inputs, size, width):
+    """[B, T, ...] as [G, B, rows, ...]: groups of whole chunks, with zeros at the end.
+
+    ``width`` is the larger one of K and V, see `GROUP_ELEMENTS`.
+    """
+    batch, length, heads = inputs[0].shape[:3]
+    chunks = -(-length // size)
+    groups = -(-chunks // max(1, GROUP_ELEMENTS // (batch * heads * size * width)))
+    rows = -(-chunks // groups) * size  # rows of one group
+    inputs = _pad_rows(inputs, groups * rows - length)
+    return [jnp.moveaxis(x.reshape(batch, groups, rows, *x.shape[2:]), 1, 0) for x in inputs]
+
+
 def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK, *, states, size=None):
     batch, length, heads, k_dim = k_BTHK.shape
     size = size or chunk_size(length)
-    chunks = -(-length // size)
-    chunk_elements = batch * heads * size * max(k_dim, v_BTHV.shape[-1])
-    groups = -(-chunks // max(1, GROUP_ELEMENTS // chunk_elements))
-    rows = -(-chunks // groups) * size  # rows of one group
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
-    inputs = _pad_rows(inputs, groups * rows - length)
+    inputs = _in_groups(inputs, size, max(k_dim, v_BTHV.shape[-1]))
+    groups = len(inputs[0])
 
     # The backward pass keeps the inputs and one state a group, and solves the chunks again.
     body = jax.checkpoint(partial(_group, size=size, states=states), prevent_cse=groups == 1)
     if groups == 1:
-        state_BHVK, o_BTHV = body(state_BHVK, inputs)
+        state_BHVK, o_BTHV = body(state_BHVK, [x[0] for x in inputs])
         return o_BTHV[:, :length], state_BHVK
-
-    def by_group(x):
-        return jnp.moveaxis(x.reshape(batch, groups, rows, *x.shape[2:]), 1, 0)
-
-    state_BHVK, o_GBTHV = lax.scan(body, state_BHVK, [by_group(x) for x in inputs])
-    o_BTHV = jnp.moveaxis(o_GBTHV, 0, 1).reshape(batch, groups * rows, heads, -1)
+    state_BHVK, o_GBTHV = lax.scan(body, state_BHVK, inputs)
+    o_BTHV = jnp.moveaxis(o_GBTHV, 0, 1).reshape(batch, -1, heads, v_BTHV.shape[-1])
     return o_BTHV[:, :length], state_BHVK
 
 
@@ -350,3 +356,32 @@ def chunk_maps(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
     size = chunk_size(k_BTHK.shape[1])
     inputs = _pad_rows((k_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH), -k_BTHK.shape[1] % size)
     return _dense_maps(_solve_rows(*inputs, size=size))
+
+
+def span_map(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
+    """The affine map of all T rows as one, without the maps of all chunks in memory.
+
+    Args: as `chunk_maps`.
+
+    Returns:
+      [B, H, V + K, K] float32, the rows of B above those of M: the state after the rows when the
+      state before them is zeros above the identity, and the values of the K rows below are zeros.
+    """
+    batch, length, heads, k_dim = k_BTHK.shape
+    size, v_dim = chunk_size(length), v_BTHV.shape[-1]
+    inputs = _in_groups((k_BTHK, v_BTHV, g_BTHK, beta_BTH), size, max(k_dim, v_dim))
+
+    def chunk_step(map_BHUK, x):
+        decay_BHK, erase_BHKK, write_BHVK = x
+        write_BHUK = jnp.pad(write_BHVK, ((0, 0), (0, 0), (0, k_dim), (0, 0)))
+        erased_BHUK = _matmul(map_BHUK, erase_BHKK)
+        return decay_BHK[..., None, :] * map_BHUK - erased_BHUK + write_BHUK, None
+
+    def group_step(map_BHUK, inputs):
+        k_BTHK, *rest = inputs
+        chunk = _solve_rows(k_BTHK, k_BTHK, *rest, size=size)
+        return lax.scan(chunk_step, map_BHUK, (chunk.decay_K, *_erase_and_write(chunk)))
+
+    start_UK = jnp.concatenate([jnp.zeros((v_dim, k_dim)), jnp.eye(k_dim)])
+    start_BHUK = jnp.broadcast_to(start_UK, (batch, heads, *start_UK.shape))
+    return lax.scan(group_step, start_BHUK, inputs)[0]
