@@ -6,6 +6,7 @@
 from k3jax.ops.kda.core import IMPLEMENTATIONS, decay, kda, l2norm
 from k3jax.ops.kda.decode import gated_norm, kda_decode
 from k3jax.ops.kda.gated import gated_kda
+from k3jax.ops.kda.sequence_parallel import sequence_parallel_conv, sequence_parallel_kda
 from k3jax.ops.kda.xla import chunk_maps, compose
 
 __all__ = [
@@ -18,4 +19,6 @@ __all__ = [
     "kda",
     "kda_decode",
     "l2norm",
+    "sequence_parallel_conv",
+    "sequence_parallel_kda",
 ]

@@ -9,25 +9,46 @@ from jax import Array
 
 from k3jax.errors import InputError
 from k3jax.ops import target
-from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm
+from k3jax.ops.kda import xla
+from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm, zero_unless
+from k3jax.ops.kda.packing import pack
+from k3jax.ops.packed import Lengths, bounds
 
 _log = logging.getLogger(__name__)
 
 
-def _xla(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B, bound):
-    rows_T = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32)
-    return kda(
+def normalised(inputs, A_log_H, dt_bias_HK, bound):
+    """(q, k, v, g, beta) of `kda` from (q, k, v, z, b) of `gated_kda`."""
+    q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH = inputs
+    return (
         l2norm(q_BTHK) * k_BTHK.shape[-1] ** -0.5,
         l2norm(k_BTHK),
         v_BTHV,
         decay(z_BTHK, A_log_H, dt_bias_HK, bound),
         jax.nn.sigmoid(b_BTH.astype(jnp.float32)),
-        state_BHVK,
-        valid_BT=None if lengths_B is None else rows_T < lengths_B[:, None],
     )
 
 
-# name -> f(q, k, v, z, b, A_log, dt_bias, state, lengths or None, lower_bound) -> (o, state)
+def _xla(
+    q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state, lengths_B, bound, packing
+):
+    inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH)
+    if packing is None:
+        rows_T = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32)
+        valid_BT = None if lengths_B is None else rows_T < lengths_B[:, None]
+        q, k, v, g, beta = normalised(inputs, A_log_H, dt_bias_HK, bound)
+        return kda(q, k, v, g, beta, state, valid_BT=valid_BT)
+    # Rows move first: every sequence begins at a whole chunk then, and XLA:CPU, which sums the last
+    # rows of an array in another order than the others, sums them alike wherever it stands. Only
+    # rows of a sequence are read, so what stands behind the last one may be anything.
+    padded = normalised(map(packing.pad, inputs), A_log_H, dt_bias_HK, bound)
+    q, k, v, g, beta = (zero_unless(packing.row_R[None] >= 0, x) for x in padded)
+    o_1RHV, state = xla.packed(q, k, v, g, beta, state, packing)
+    return packing.unpad(o_1RHV).astype(v_BTHV.dtype), state
+
+
+# name -> f(q, k, v, z, b, A_log, dt_bias, state, lengths or None, lower_bound, packing or None)
+#           -> (o, state); with a `Packing` B is 1 and the state [N, H, V, K].
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {"xla": _xla}
 
 
@@ -43,6 +64,7 @@ def gated_kda(
     *,
     lower_bound: float | None,
     lengths_B: Array | None = None,
+    packed_lengths_N: Lengths | None = None,
     implementation: str = "auto",
 ) -> tuple[Array, Array]:
     """`kda` on raw inputs:
@@ -59,14 +81,21 @@ def gated_kda(
       lengths_B: int32 number of real rows of each batch row, 0..T; the rows behind may hold
         anything, NaN included: outputs there are zero and the state does not see them. All rows
         are real if absent.
+      packed_lengths_N: the one batch row holds N sequences of these lengths, one after another;
+        their sum is T. The state is [N, H, V, K] then, one a sequence, and a sequence of length 0
+        keeps its own bit for bit. A sequence gives the same bits whatever the others hold and
+        wherever it stands: what the same program gives where the others have length 0. Under a
+        trace lengths cannot be checked: they are clipped to T, and rows behind their sum are
+        padding.
       implementation: "auto" or a name in `IMPLEMENTATIONS`.
 
     Returns:
       (o_BTHV in the dtype of v, state_BHVK float32 after the last real token).
 
     Raises:
-      InputError: a shape or dtype that does not fit, T == 0, or an implementation that is unknown
-        or refuses these inputs.
+      InputError: a shape or dtype that does not fit, T == 0, both kinds of lengths, packed lengths
+        that are negative or do not sum to T, or an implementation that is unknown or refuses these
+        inputs.
     """
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV), ("z", z_BTHK)):
         if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -82,7 +111,15 @@ def gated_kda(
     expect("gated_kda: b", b_BTH, (batch, length, heads), b_BTH.dtype)
     expect("gated_kda: A_log", A_log_H, (heads,), jnp.float32)
     expect("gated_kda: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
-    state_shape = (batch, heads, v_BTHV.shape[-1], k_dim)
+    states, packing = batch, None
+    if packed_lengths_N is not None:
+        if lengths_B is not None:
+            raise InputError("gated_kda: lengths and packed_lengths given, expected one of them")
+        if batch != 1:
+            raise InputError(f"gated_kda: packed_lengths with batch {batch}, expected batch 1")
+        start_N, length_N = bounds("gated_kda", packed_lengths_N, length)
+        states, packing = len(start_N), pack(start_N, length_N, length, xla.chunk_size(length))
+    state_shape = (states, heads, v_BTHV.shape[-1], k_dim)
     if state_BHVK is None:
         state_BHVK = jnp.zeros(state_shape, jnp.float32)
     expect("gated_kda: state", state_BHVK, state_shape, jnp.float32)
@@ -95,4 +132,4 @@ def gated_kda(
         names = ", ".join(["auto", *IMPLEMENTATIONS])
         raise InputError(f"gated_kda: implementation {implementation!r} is not one of {names}")
     inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B)
-    return IMPLEMENTATIONS[implementation](*inputs, lower_bound)
+    return IMPLEMENTATIONS[implementation](*inputs, lower_bound, packing)

@@ -41,6 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from k3jax.ops.kda.packing import Packing
+
 CHUNK = 64
 # Rows are solved in groups of chunks whose [rows, heads, channels] float32 arrays stay below
 # 128 MiB; a forward pass has about 15 of them alive, a backward pass about 40. Longer inputs scan
@@ -52,6 +54,15 @@ _exp = jnp.exp  # the single exponential of this file; the tests watch its argum
 
 def _matmul(a, b):
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _each(matrix_CC, x_CX):
+    """A constant matrix times every chunk, as products of one shape.
+
+    A single product over all columns would round differently with the number of chunks (seen on
+    CPUs when it is odd), and a packed sequence would not give the bits that it gives alone.
+    """
+    return _matmul(jnp.broadcast_to(matrix_CC, (*x_CX.shape[:-2], *matrix_CC.shape)), x_CX)
 
 
 def _transposed(x):
@@ -119,7 +130,7 @@ def _decayed_products(q_CK, k_CK, g_CK):
     def merge(totals, masks):
         keys_CC, scores_CC = totals
         sums_CC, pairs_CC = masks
-        to_border_CK = _exp(_matmul(sums_CC, g_CK))
+        to_border_CK = _exp(_each(sums_CC, g_CK))
         k_border_CK = k_CK * to_border_CK
         left_KC = _transposed(k_border_CK)
         keys_CC = jnp.where(pairs_CC, _matmul(k_border_CK, left_KC), keys_CC)
@@ -128,8 +139,9 @@ def _decayed_products(q_CK, k_CK, g_CK):
 
     zeros_CC = jnp.zeros((*k_CK.shape[:-1], size), jnp.float32)
     (keys_CC, scores_CC), _ = lax.scan(merge, (zeros_CC, zeros_CC), _level_masks(size))
-    own_C = jnp.sum(q_CK * k_CK, axis=-1)
-    return keys_CC, jnp.where(np.eye(size, dtype=bool), own_C[..., None], scores_CC)
+    # j = i, as a product too: XLA:CPU sums rows in an order that depends on the number of chunks.
+    own_CC = _matmul(q_CK, _transposed(k_CK))
+    return keys_CC, jnp.where(np.eye(size, dtype=bool), own_CC, scores_CC)
 
 
 @jax.custom_jvp
@@ -156,8 +168,8 @@ def _solve(q_CK, k_CK, v_CV, g_CK, beta_C) -> _Chunk:
     keys_CC, scores_CC = _decayed_products(q_CK, k_CK, g_CK)
     inverse_CC = _unit_inverse(beta_C[..., None] * keys_CC) * beta_C[..., None, :]
     upto_CC = np.tri(k_CK.shape[-2], dtype=np.float32)
-    from_entry_CK = _exp(_matmul(upto_CC, g_CK))
-    to_end_CK = _exp(_matmul(1 - upto_CC, g_CK))
+    from_entry_CK = _exp(_each(upto_CC, g_CK))
+    to_end_CK = _exp(_each(1 - upto_CC, g_CK))
     return _Chunk(
         q_CK=q_CK * from_entry_CK,
         scores_CC=scores_CC,
@@ -206,6 +218,28 @@ def _states_sequential(chunk: _Chunk, state_BHVK):
     return entry_NBHVK, state_BHVK
 
 
+def _states_packed(chunk: _Chunk, carry, *, sequence_C):
+    """The same with one state a sequence, exchanged where the next one begins.
+
+    The carry is (states [N, H, V, K], number of the first chunk); B is 1.
+    """
+    state_NHVK, first = carry
+    erase_C1HKK, write_C1HVK = _erase_and_write(chunk)
+    number_C = first + jnp.arange(erase_C1HKK.shape[0], dtype=jnp.int32)
+    sequence_C = sequence_C.at[number_C].get(mode="fill", fill_value=state_NHVK.shape[0])
+
+    def body(state_NHVK, x):
+        decay_1HK, erase_1HKK, write_1HVK, sequence = x
+        state_1HVK = state_NHVK.at[sequence].get(mode="fill", fill_value=0)[None]
+        erased_1HVK = _matmul(state_1HVK, erase_1HKK)
+        after_1HVK = decay_1HK[..., None, :] * state_1HVK - erased_1HVK + write_1HVK
+        return state_NHVK.at[sequence].set(after_1HVK[0], mode="drop"), state_1HVK
+
+    inputs = (chunk.decay_K, erase_C1HKK, write_C1HVK, sequence_C)
+    state_NHVK, entry_C1HVK = lax.scan(body, state_NHVK, inputs)
+    return entry_C1HVK, (state_NHVK, first + jnp.int32(number_C.size))
+
+
 def _states_associative(chunk: _Chunk, state_BHVK):
     """The same by a parallel prefix over chunk maps: log2(N) deep, K / V more arithmetic."""
     m_NBHKK, b_NBHVK = lax.associative_scan(compose, _dense_maps(chunk))
@@ -239,7 +273,7 @@ def _group(state_BHVK, inputs, *, size, states):
     return state_BHVK, o_BNCHV.reshape(batch, chunks * size, heads, v_dim)
 
 
-def _chunk_size(length):
+def chunk_size(length):
     """64, or the next power of two for shorter inputs."""
     return min(CHUNK, 1 << (length - 1).bit_length())
 
@@ -251,27 +285,33 @@ def _pad_rows(inputs, rows):
     ]
 
 
-def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK, *, states):
-    batch, length, heads, k_dim = k_BTHK.shape
-    size = _chunk_size(length)
+def _in_groups(inputs, size, width):
+    """[B, T, ...] as [G, B, rows, ...]: groups of whole chunks, with zeros at the end.
+
+    ``width`` is the larger one of K and V, see `GROUP_ELEMENTS`.
+    """
+    batch, length, heads = inputs[0].shape[:3]
     chunks = -(-length // size)
-    chunk_elements = batch * heads * size * max(k_dim, v_BTHV.shape[-1])
-    groups = -(-chunks // max(1, GROUP_ELEMENTS // chunk_elements))
+    groups = -(-chunks // max(1, GROUP_ELEMENTS // (batch * heads * size * width)))
     rows = -(-chunks // groups) * size  # rows of one group
-    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
     inputs = _pad_rows(inputs, groups * rows - length)
+    return [jnp.moveaxis(x.reshape(batch, groups, rows, *x.shape[2:]), 1, 0) for x in inputs]
+
+
+def _by_groups(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK, *, states, size=None):
+    batch, length, heads, k_dim = k_BTHK.shape
+    size = size or chunk_size(length)
+    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
+    inputs = _in_groups(inputs, size, max(k_dim, v_BTHV.shape[-1]))
+    groups = len(inputs[0])
 
     # The backward pass keeps the inputs and one state a group, and solves the chunks again.
     body = jax.checkpoint(partial(_group, size=size, states=states), prevent_cse=groups == 1)
     if groups == 1:
-        state_BHVK, o_BTHV = body(state_BHVK, inputs)
+        state_BHVK, o_BTHV = body(state_BHVK, [x[0] for x in inputs])
         return o_BTHV[:, :length], state_BHVK
-
-    def by_group(x):
-        return jnp.moveaxis(x.reshape(batch, groups, rows, *x.shape[2:]), 1, 0)
-
-    state_BHVK, o_GBTHV = lax.scan(body, state_BHVK, [by_group(x) for x in inputs])
-    o_BTHV = jnp.moveaxis(o_GBTHV, 0, 1).reshape(batch, groups * rows, heads, -1)
+    state_BHVK, o_GBTHV = lax.scan(body, state_BHVK, inputs)
+    o_BTHV = jnp.moveaxis(o_GBTHV, 0, 1).reshape(batch, -1, heads, v_BTHV.shape[-1])
     return o_BTHV[:, :length], state_BHVK
 
 
@@ -279,6 +319,18 @@ def chunked(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK):
     """Chunks of 64 rows solved in parallel, their maps scanned in order: prefill and training."""
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
     return _by_groups(*inputs, state_BHVK, states=_states_sequential)
+
+
+def packed(q_1RHK, k_1RHK, v_1RHV, g_1RHK, beta_1RH, state_NHVK, packing: Packing):
+    """`chunked` on the padded rows of packed sequences (`k3jax.ops.kda.packing`).
+
+    Rows of padding must be zeros in all inputs. A sequence without a chunk keeps its state.
+    """
+    inputs = (q_1RHK, k_1RHK, v_1RHV, g_1RHK, beta_1RH)
+    states = partial(_states_packed, sequence_C=packing.sequence_C)
+    carry = (state_NHVK, jnp.int32(0))
+    o_1RHV, (state_NHVK, _) = _by_groups(*inputs, carry, states=states, size=packing.chunk)
+    return o_1RHV, state_NHVK
 
 
 def associative(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK):
@@ -301,6 +353,35 @@ def chunk_maps(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
     Returns:
       (M_NBHKK, B_NBHVK) float32 with N = ceil(T / 64).
     """
-    size = _chunk_size(k_BTHK.shape[1])
+    size = chunk_size(k_BTHK.shape[1])
     inputs = _pad_rows((k_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH), -k_BTHK.shape[1] % size)
     return _dense_maps(_solve_rows(*inputs, size=size))
+
+
+def span_map(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
+    """The affine map of all T rows as one, without the maps of all chunks in memory.
+
+    Args: as `chunk_maps`.
+
+    Returns:
+      [B, H, V + K, K] float32, the rows of B above those of M: the state after the rows when the
+      state before them is zeros above the identity, and the values of the K rows below are zeros.
+    """
+    batch, length, heads, k_dim = k_BTHK.shape
+    size, v_dim = chunk_size(length), v_BTHV.shape[-1]
+    inputs = _in_groups((k_BTHK, v_BTHV, g_BTHK, beta_BTH), size, max(k_dim, v_dim))
+
+    def chunk_step(map_BHUK, x):
+        decay_BHK, erase_BHKK, write_BHVK = x
+        write_BHUK = jnp.pad(write_BHVK, ((0, 0), (0, 0), (0, k_dim), (0, 0)))
+        erased_BHUK = _matmul(map_BHUK, erase_BHKK)
+        return decay_BHK[..., None, :] * map_BHUK - erased_BHUK + write_BHUK, None
+
+    def group_step(map_BHUK, inputs):
+        k_BTHK, *rest = inputs
+        chunk = _solve_rows(k_BTHK, k_BTHK, *rest, size=size)
+        return lax.scan(chunk_step, map_BHUK, (chunk.decay_K, *_erase_and_write(chunk)))
+
+    start_UK = jnp.concatenate([jnp.zeros((v_dim, k_dim)), jnp.eye(k_dim)])
+    start_BHUK = jnp.broadcast_to(start_UK, (batch, heads, *start_UK.shape))
+    return lax.scan(group_step, start_BHUK, inputs)[0]

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from k3jax.errors import InputError
-from k3jax.ops.short_conv.xla import filtered
+from k3jax.ops.packed import Lengths, bounds
+from k3jax.ops.short_conv.xla import filtered, packed
 
 __all__ = ["short_conv"]
 
@@ -14,6 +15,7 @@ def short_conv(
     w_PW: Array,
     tail_BWP: Array | None = None,
     lengths_B: Array | None = None,
+    packed_lengths_N: Lengths | None = None,
 ) -> tuple[Array, Array]:
     """silu(sum_w w[p, w] * x[t - (W - 1) + w, p]): tap W-1 meets the current token.
 
@@ -27,6 +29,10 @@ def short_conv(
         the start of a sequence (and if absent).
       lengths_B: int32 number of real rows of each batch row, 0..T (clipped to that); the rows
         behind are padding and may hold anything, NaN included. All rows are real if absent.
+      packed_lengths_N: the one batch row holds N sequences of these lengths, one after another;
+        their sum is T. No sequence sees another one's rows, and there is one tail a sequence,
+        [N, W-1, P]. Under a trace lengths cannot be checked: they are clipped to T, and rows
+        behind their sum are padding.
 
     Returns:
       (y_BTP in the dtype of x, zero in padding rows;
@@ -34,7 +40,8 @@ def short_conv(
        so a row of length 0 keeps its tail).
 
     Raises:
-      InputError: a shape or dtype that does not fit, or T == 0.
+      InputError: a shape or dtype that does not fit, T == 0, both kinds of lengths, or packed
+        lengths that are negative or do not sum to T.
     """
     if x_BTP.ndim != 3 or not jnp.issubdtype(x_BTP.dtype, jnp.floating):
         raise InputError(f"short_conv: x is {_describe(x_BTP)}, expected floating [B, T, P]")
@@ -44,12 +51,22 @@ def short_conv(
     if w_PW.ndim != 2 or w_PW.shape[0] != channels or w_PW.shape[1] == 0 or w_PW.dtype != "float32":
         raise InputError(f"short_conv: w is {_describe(w_PW)}, expected float32[{channels}, W]")
     width = w_PW.shape[1]
-    tail_shape = (batch, width - 1, channels)
+    tails, sequences = batch, None
+    if packed_lengths_N is not None:
+        if lengths_B is not None:
+            raise InputError("short_conv: lengths and packed_lengths given, expected one of them")
+        if batch != 1:
+            raise InputError(f"short_conv: packed_lengths with batch {batch}, expected batch 1")
+        sequences = bounds("short_conv", packed_lengths_N, length)
+        tails = len(sequences[0])
+    tail_shape = (tails, width - 1, channels)
     if tail_BWP is None:
         tail_BWP = jnp.zeros(tail_shape, x_BTP.dtype)
     elif tail_BWP.shape != tail_shape or tail_BWP.dtype != x_BTP.dtype:
         expected = f"{x_BTP.dtype}{list(tail_shape)}"
         raise InputError(f"short_conv: tail is {_describe(tail_BWP)}, expected {expected}")
+    if sequences is not None:
+        return packed(x_BTP, w_PW, tail_BWP, *sequences)
     if lengths_B is None:
         history_BSP = jnp.concatenate([tail_BWP, x_BTP], axis=1)
         return filtered(history_BSP, w_PW), history_BSP[:, length:]
