@@ -116,11 +116,11 @@ def _summed(sums_XC, g_CP):
     )
 
 
-def _l2norm(x):
+def unit(x):
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _decay(z, rate, bias, lower_bound):
+def log_decay(z, rate, bias, lower_bound):
     """`decay` of core.py on [rows, channels] with exp(A_log) and dt_bias as [1, channels]."""
     shifted = z + bias
     if lower_bound is None:
@@ -257,8 +257,8 @@ def _kernel(
         def by_head(x, width):  # [rows, heads width] -> [heads, rows, width]
             return jnp.stack([x[:, h * width : (h + 1) * width] for h in range(heads)])
 
-        q_GCK = _l2norm(by_head(rows(q_ref), k_dim)) * k_dim**-0.5
-        k_GCK = _l2norm(by_head(rows(k_ref), k_dim))
+        q_GCK = unit(by_head(rows(q_ref), k_dim)) * k_dim**-0.5
+        k_GCK = unit(by_head(rows(k_ref), k_dim))
         v_GCV = by_head(rows(v_ref), v_dim)
         b_CH = jnp.where(real_C1, jax.nn.sigmoid(rows(b_ref)), 0.0)
         lane_CH = lax.broadcasted_iota(jnp.int32, b_CH.shape, 1)
@@ -268,7 +268,7 @@ def _kernel(
         ]
         beta_GC1 = jnp.stack(columns)
 
-        g_CP = _decay(rows(z_ref), gates_ref[0:1], gates_ref[1:2], lower_bound)
+        g_CP = log_decay(rows(z_ref), gates_ref[0:1], gates_ref[1:2], lower_bound)
         logs_XP = _summed(sums_ref[...], jnp.where(real_C1, g_CP, 0.0))
         logs = [logs_XP[i : i + chunk] for i in range(0, logs_XP.shape[0], chunk)]
         fall_GCK = by_head(jnp.exp(-logs[0]), k_dim)
