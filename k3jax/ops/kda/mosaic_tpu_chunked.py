@@ -46,7 +46,7 @@ CHUNK = 64
 LANES = 128
 ROWS = 8  # of a tile of float32
 SMALLEST = 16  # rows of a tile of bfloat16
-HEADS = 4  # a step: as many independent chains of products to overlap
+HEADS = 6  # of a step at most: independent chains of products that overlap
 CENTRED = 80.0  # nats: largest base |lower_bound| / 2 of a centred product; exp(80) = 5.5e34
 
 
@@ -91,12 +91,12 @@ def _sums(base: int, chunk: int) -> np.ndarray:
     return np.concatenate([*blocks, column <= row, column > row]).astype(np.float32)
 
 
-def _dot(a, b, contract):
+def _dot(a, b, contract, precision=lax.Precision.HIGHEST):
     """One of the dots listed at the head of this file, over leading axes that are equal."""
     batch = tuple(range(a.ndim - 2))
     at = tuple((x.ndim - 2 + axis,) for x, axis in zip((a, b), contract, strict=True))
     return lax.dot_general(
-        a, b, (at, (batch, batch)), precision=lax.Precision.HIGHEST,
+        a, b, (at, (batch, batch)), precision=precision,
         preferred_element_type=jnp.float32,
     )  # fmt: skip
 
@@ -148,14 +148,14 @@ def _right_blocks(x, width):
     )
 
 
-def _products(q_GCK, k_GCK, factors, base):
+def _products(q_GCK, k_GCK, factors, base, precision):
     """A (j < i) and Z (j <= i); ``factors`` are exp of the first L + 1 row blocks of the sums."""
     chunk = k_GCK.shape[1]
     row_CC, column_CC = _iota(chunk, chunk)
     (rise_GCK, fall_GCK), *borders = factors
     shift = base.bit_length() - 1
     both = jnp.concatenate([k_GCK * rise_GCK, q_GCK * rise_GCK], axis=1)
-    product = _dot(both, k_GCK * fall_GCK, _NT)
+    product = _dot(both, k_GCK * fall_GCK, _NT, precision)
     same_CC = row_CC >> shift == column_CC >> shift
     keys_GCC = jnp.where(same_CC & (column_CC < row_CC), product[:, :chunk], 0.0)
     scores_GCC = jnp.where(same_CC & (column_CC <= row_CC), product[:, chunk:], 0.0)
@@ -164,7 +164,7 @@ def _products(q_GCK, k_GCK, factors, base):
         both = [left_GCK, q_GCK * border_GCK]
         if width >= ROWS:  # the rows of left blocks come out as zeros
             both = [_right_blocks(x, width) for x in both]
-        product = _dot(jnp.concatenate(both, axis=1), left_GCK, _NT)
+        product = _dot(jnp.concatenate(both, axis=1), left_GCK, _NT, precision)
         half = product.shape[1] // 2
         both = [product[:, :half], product[:, half:]]
         if width >= ROWS:
@@ -248,6 +248,7 @@ def _kernel(
 
     @pl.when(n * chunk < length)
     def _():
+        reads = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else lax.Precision.HIGH
         base = base_rows(lower_bound, chunk)
         real_C1 = lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < length - n * chunk
 
@@ -274,13 +275,13 @@ def _kernel(
         fall_GCK = by_head(jnp.exp(-logs[0]), k_dim)
         rise_GCK, *borders, entry_GCK, end_GCK = (by_head(jnp.exp(x), k_dim) for x in logs)
 
-        keys_GCC, scores_GCC = _products(q_GCK, k_GCK, [(rise_GCK, fall_GCK), *borders], base)
+        keys_GCC, scores_GCC = _products(q_GCK, k_GCK, [(rise_GCK, fall_GCK), *borders], base, reads)
         inverse_GCC = _unit_inverse(beta_GC1 * keys_GCC)
         state_GVK = new_state_ref[0]
         both = jnp.concatenate([k_GCK * entry_GCK, q_GCK * entry_GCK], axis=1)
-        held = _dot(both, state_GVK, _NT)
+        held = _dot(both, state_GVK, _NT, reads)
         u_GCV = _dot(inverse_GCC, beta_GC1 * (v_GCV - held[:, :chunk]), _NN)
-        o_GCV = held[:, chunk:] + _dot(scores_GCC, u_GCV, _NN)
+        o_GCV = held[:, chunk:] + _dot(scores_GCC, u_GCV, _NN, reads)
         written_GVK = _dot(u_GCV, k_GCK * end_GCK, _TN)
         new_state_ref[0] = state_GVK * entry_GCK[:, chunk - 1 :] + written_GVK
         for h in range(heads):
