@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jax import Array
 
 from k3jax.errors import InputError
 from k3jax.ops import target
+from k3jax.ops.kda import mosaic_tpu_chunked
+from k3jax.ops.kda.choice import Kernel, select
 from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm
 
 _log = logging.getLogger(__name__)
@@ -27,8 +30,35 @@ def _xla(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK,
     )
 
 
+def with_xla_gradient(kernel):
+    """A kernel of the table whose backward pass is that of the portable form.
+
+    It keeps the inputs and runs the portable form again, forwards and backwards.
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(9,))
+    def run(q, k, v, z, b, A_log, dt_bias, state, lengths_B, lower_bound):
+        return kernel(q, k, v, z, b, A_log, dt_bias, state, lengths_B, lower_bound)
+
+    def forward(*arguments):
+        return run(*arguments), arguments[:-1]
+
+    def backward(lower_bound, saved, cotangents):
+        *inputs, lengths_B = saved
+        _, pull = jax.vjp(lambda *x: _xla(*x, lengths_B, lower_bound), *inputs)
+        return (*pull(cotangents), None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
 # name -> f(q, k, v, z, b, A_log, dt_bias, state, lengths or None, lower_bound) -> (o, state)
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {"xla": _xla}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "xla": _xla,
+    "mosaic_tpu": with_xla_gradient(mosaic_tpu_chunked.gated_kda),
+}
+# What "auto" tries, in this order; refusals take (q, v, z, b).
+KERNELS = {"mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu_chunked.refusal)}
 
 
 def gated_kda(
@@ -59,14 +89,15 @@ def gated_kda(
       lengths_B: int32 number of real rows of each batch row, 0..T; the rows behind may hold
         anything, NaN included: outputs there are zero and the state does not see them. All rows
         are real if absent.
-      implementation: "auto" or a name in `IMPLEMENTATIONS`.
+      implementation: "auto" or a name in `IMPLEMENTATIONS`. "auto" takes the kernel of the device
+        that the program is for, or "xla" where there is none or it refuses these inputs.
 
     Returns:
       (o_BTHV in the dtype of v, state_BHVK float32 after the last real token).
 
     Raises:
-      InputError: a shape or dtype that does not fit, T == 0, or an implementation that is unknown
-        or refuses these inputs.
+      InputError: a shape or dtype that does not fit, T == 0, or an implementation that is unknown,
+        is for other devices, or refuses these inputs.
     """
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV), ("z", z_BTHK)):
         if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -88,11 +119,10 @@ def gated_kda(
     expect("gated_kda: state", state_BHVK, state_shape, jnp.float32)
     if lengths_B is not None:
         expect("gated_kda: lengths", lengths_B, (batch,), jnp.int32)
-    if implementation == "auto":
-        implementation, reason = "xla", f"no kernel for {target.device_kind()}"
-        _log.debug("gated_kda: %s (%s), T = %s", implementation, reason, length)
-    if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise InputError(f"gated_kda: implementation {implementation!r} is not one of {names}")
+    arrays = (q_BTHK, v_BTHV, z_BTHK, b_BTH)
+    implementation, reason = select(
+        "gated_kda", implementation, IMPLEMENTATIONS, KERNELS, target.device_kind(), arrays
+    )
+    _log.debug("gated_kda: %s (%s), T = %s", implementation, reason, length)
     inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B)
     return IMPLEMENTATIONS[implementation](*inputs, lower_bound)
