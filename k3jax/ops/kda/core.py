@@ -72,12 +72,12 @@ def kda(
 
     inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)
     if valid_BT is not None:
-        inputs = tuple(_zero_unless(valid_BT, x) for x in inputs)
+        inputs = tuple(zero_unless(valid_BT, x) for x in inputs)
     o_BTHV, new_state_BHVK = IMPLEMENTATIONS[implementation](*inputs, state_BHVK)
     if valid_BT is not None:
         # Zeroed rows change nothing but the sign of a zero and the payload of a NaN; a row of
         # padding alone keeps those too.
-        o_BTHV = _zero_unless(valid_BT, o_BTHV)
+        o_BTHV = zero_unless(valid_BT, o_BTHV)
         any_B111 = jnp.any(valid_BT, axis=1)[:, None, None, None]
         new_state_BHVK = jnp.where(any_B111, new_state_BHVK, state_BHVK)
     return o_BTHV.astype(v_BTHV.dtype), new_state_BHVK
@@ -120,7 +120,8 @@ def l2norm(x: Array, eps: float = 1e-6) -> Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
-def _zero_unless(valid_BT, x):
+def zero_unless(valid_BT, x):
+    """x in the rows that are True, zeros in the others."""
     return jnp.where(valid_BT.reshape(*valid_BT.shape, *[1] * (x.ndim - 2)), x, jnp.zeros_like(x))
 
 

@@ -45,6 +45,8 @@ def _xla(qkv_3BP, z_BHK, b_BH, gate_BHV, weights, state_BHVK, tails_3BWP, valid_
         implementation="xla",
     )
     o_BHV = gated_norm(o_B1HV[:, 0], gate_BHV, norm_V, eps)
+    if valid_B is not None:  # zeros, unless the gate of a row that is none holds NaN
+        o_BHV = jnp.where(valid_B[:, None, None], o_BHV, jnp.zeros_like(o_BHV))
     return o_BHV, state_BHVK, jnp.stack(new_tails)
 
 

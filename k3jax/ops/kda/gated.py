@@ -12,13 +12,19 @@ from k3jax.errors import InputError
 from k3jax.ops import target
 from k3jax.ops.kda import mosaic_tpu_chunked
 from k3jax.ops.kda.choice import Kernel, select
-from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm
+from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm, zero_unless
 
 _log = logging.getLogger(__name__)
 
 
 def _xla(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B, bound):
-    rows_T = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32)
+    valid_BT = None
+    if lengths_B is not None:
+        valid_BT = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32) < lengths_B[:, None]
+        # Before the norms and gates: `kda` masks their results, but their derivatives would turn
+        # what padding holds into NaN times zero.
+        inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH)
+        q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH = (zero_unless(valid_BT, x) for x in inputs)
     return kda(
         l2norm(q_BTHK) * k_BTHK.shape[-1] ** -0.5,
         l2norm(k_BTHK),
@@ -26,7 +32,7 @@ def _xla(q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK,
         decay(z_BTHK, A_log_H, dt_bias_HK, bound),
         jax.nn.sigmoid(b_BTH.astype(jnp.float32)),
         state_BHVK,
-        valid_BT=None if lengths_B is None else rows_T < lengths_B[:, None],
+        valid_BT=valid_BT,
     )
 
 

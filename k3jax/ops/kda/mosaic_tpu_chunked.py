@@ -8,14 +8,16 @@ where q, k, v and z come out of projections: a block is [chunk, heads K], lanes 
 The mathematics is that of `xla.py` (A, Z, the inverse by block doubling, exponents that are sums
 over rows), with one difference. The decays within a block of `base` rows are products
 
-    exp(P_i - P_m) exp(P_m - P_j),      P_m at the middle row of the block,
+    (exp(P_i) 2^s) (exp(-P_j) 2^-s),      P_i the sum of g over the block behind its first row,
 
-whose exponents are at most base/2 |lower_bound| nats: 40 at K3's bound of -5 with 16 rows, which
-leaves float32 and its halves in bfloat16 in range. All other exponents are <= 0. Without a bound, or
-with one beyond -10, base is 1 and that product is exp(0): block doubling alone, right for any gate.
+where -P_j is at most (base - 1) |lower_bound|: 75 nats at K3's bound of -5 with 16 rows, and the
+power of two, exact, keeps both factors and their bfloat16 parts away from the ends of float32. All
+other exponents are <= 0. Wider bounds take smaller blocks, none at all takes base = 1, where that
+product is exp(0) and block doubling is all there is. An anchor at the first row, and not in the
+middle, is what makes outputs independent of later tokens to the last bit.
 
-All sums of g come from one product with a matrix of 0, 1 and -1, a row block each for: the middle
-of the base block, one border a level of doubling, the entry and the end of the chunk.
+All sums of g come from one product with a matrix of 0 and 1, a row block each for: the first
+row of the base block, one border a level of doubling, the entry and the end of the chunk.
 
 Every dot is float32 with precision HIGHEST (six bfloat16 passes), C = chunk, L = levels (2 or 6):
 
@@ -47,7 +49,7 @@ LANES = 128
 ROWS = 8  # of a tile of float32
 SMALLEST = 16  # rows of a tile of bfloat16
 HEADS = 6  # of a step at most: independent chains of products that overlap
-CENTRED = 80.0  # nats: largest base |lower_bound| / 2 of a centred product; exp(80) = 5.5e34
+LARGEST = 80.0  # nats of a positive exponent; float32 ends at 88
 
 
 def refusal(q_BTHK, v_BTHV, z_BTHK, b_BTH) -> str | None:
@@ -65,10 +67,16 @@ def refusal(q_BTHK, v_BTHV, z_BTHK, b_BTH) -> str | None:
 
 
 def base_rows(lower_bound: float | None, chunk: int) -> int:
-    """Rows whose decays are products around their middle; 1 for none."""
-    if lower_bound is None or SMALLEST / 2 * -lower_bound > CENTRED:
-        return 1
-    return min(SMALLEST, chunk)
+    """Rows whose decays are products around their first one; 1 for none."""
+    rows = 1
+    while lower_bound is not None and rows < 16 and (2 * rows - 1) * -lower_bound <= LARGEST:
+        rows *= 2
+    return min(rows, chunk)
+
+
+def _scale(lower_bound: float | None, base: int) -> float:
+    """The power of two in the middle of what `exp` gives in a block of ``base`` rows."""
+    return 2.0 ** round((base - 1) * -(lower_bound or 0.0) / 2 / np.log(2))
 
 
 def _widths(base: int, chunk: int) -> list[int]:
@@ -79,10 +87,7 @@ def _widths(base: int, chunk: int) -> list[int]:
 def _sums(base: int, chunk: int) -> np.ndarray:
     """float32 [(L + 3) C, C]: what to add up of g, in row blocks (see the head of this file)."""
     row, column = np.arange(chunk)[:, None], np.arange(chunk)
-    middle = row // base * base + base // 2
-    after = (column > middle) & (column <= row)
-    before = (column > row) & (column <= middle)
-    blocks = [np.where(after, 1, 0) - np.where(before, 1, 0)]
+    blocks = [(column > row // base * base) & (column <= row)]
     for width in _widths(base, chunk):
         is_right = row // width % 2 == 1
         blocks.append(
@@ -124,8 +129,7 @@ def log_decay(z, rate, bias, lower_bound):
     """`decay` of core.py on [rows, channels] with exp(A_log) and dt_bias as [1, channels]."""
     shifted = z + bias
     if lower_bound is None:
-        # softplus without log1p, which loses nothing here: a decay of -1e-8 is none.
-        return -rate * (jnp.maximum(shifted, 0) + jnp.log(1 + jnp.exp(-jnp.abs(shifted))))
+        return -rate * (jnp.maximum(shifted, 0) + jnp.log1p(jnp.exp(-jnp.abs(shifted))))
     return lower_bound * jax.nn.sigmoid(rate * shifted)
 
 
@@ -272,10 +276,12 @@ def _kernel(
         g_CP = log_decay(rows(z_ref), gates_ref[0:1], gates_ref[1:2], lower_bound)
         logs_XP = _summed(sums_ref[...], jnp.where(real_C1, g_CP, 0.0))
         logs = [logs_XP[i : i + chunk] for i in range(0, logs_XP.shape[0], chunk)]
-        fall_GCK = by_head(jnp.exp(-logs[0]), k_dim)
+        scale = _scale(lower_bound, base)
+        fall_GCK = by_head(jnp.exp(-logs[0]) / scale, k_dim)
         rise_GCK, *borders, entry_GCK, end_GCK = (by_head(jnp.exp(x), k_dim) for x in logs)
+        factors = [(rise_GCK * scale, fall_GCK), *borders]
 
-        keys_GCC, scores_GCC = _products(q_GCK, k_GCK, [(rise_GCK, fall_GCK), *borders], base, reads)
+        keys_GCC, scores_GCC = _products(q_GCK, k_GCK, factors, base, reads)
         inverse_GCC = _unit_inverse(beta_GC1 * keys_GCC)
         state_GVK = new_state_ref[0]
         both = jnp.concatenate([k_GCK * entry_GCK, q_GCK * entry_GCK], axis=1)
