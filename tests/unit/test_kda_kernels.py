@@ -61,7 +61,9 @@ class Implementation:
             for table, kernel in self.patches():
                 stack.enter_context(mock.patch.dict(table, {self.name: kernel}))
             if self.device is not None:
-                stack.enter_context(mock.patch.object(target, "device_kind", lambda: self.device))
+                stack.enter_context(
+                    mock.patch.object(target, "device_kind", return_value=self.device)
+                )
             yield
 
 
@@ -81,7 +83,9 @@ TPU = {"device": "TPU v5", "patches": interpreted}
 IMPLEMENTATIONS = {
     "xla": Implementation("xla"),
     "mosaic_tpu": Implementation("mosaic_tpu", **TPU),
-    "mosaic_tpu-bfloat16": Implementation("mosaic_tpu", jnp.bfloat16, output=4e-3, step=4e-3, **TPU),
+    "mosaic_tpu-bfloat16": Implementation(
+        "mosaic_tpu", jnp.bfloat16, output=4e-3, step=4e-3, **TPU
+    ),
 }
 
 
@@ -378,8 +382,8 @@ class TestDecode(DecodeContract):
 def test_passes_of_the_matrix_unit(dtype):
     """What bfloat16 passes make of the dots: 6 of them for HIGHEST, 3 for HIGH, and 1 by default.
 
-    With float32 inputs all dots have 6. With bfloat16 ones the state is as exact, and outputs lose
-    less than a tenth of their one rounding; measured 6e-6 for the state and 7e-5 for outputs.
+    With float32 inputs all dots have 6, measured 2.8e-7 for outputs and states. With bfloat16 ones
+    the state is as exact as it has to be, 2.7e-6, and outputs lose 1.4e-5, far below a rounding.
     """
     parts = {jax.lax.Precision.HIGHEST: 3, jax.lax.Precision.HIGH: 2}
 
@@ -406,7 +410,7 @@ def test_passes_of_the_matrix_unit(dtype):
         got = jax.jit(lambda *x: run(*x, None, -5.0))(*inputs)
     o, state = (kda_cases.errors_by_row(a, b).max() for a, b in zip(got, expected, strict=True))
     assert state <= 1e-5
-    assert o <= (1e-5 if dtype == jnp.float32 else 4e-4)
+    assert o <= (1e-5 if dtype == jnp.float32 else 5e-5)
 
 
 def test_memory_of_a_tpu():
@@ -474,6 +478,6 @@ def test_dispatch(op, caplog):
     ],
 )
 def test_a_named_kernel_refuses(op, device, width, dtype, message):
-    with Implementation("mosaic_tpu", device=device, patches=interpreted).running():
-        with pytest.raises(InputError, match=f"{op}: {message}"):
-            OPS[op](width, dtype, implementation="mosaic_tpu")
+    running = Implementation("mosaic_tpu", device=device, patches=interpreted).running()
+    with running, pytest.raises(InputError, match=f"{op}: {message}"):
+        OPS[op](width, dtype, implementation="mosaic_tpu")

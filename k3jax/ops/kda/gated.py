@@ -51,7 +51,8 @@ def with_xla_gradient(kernel):
 
     def backward(lower_bound, saved, cotangents):
         *inputs, lengths_B = saved
-        _, pull = jax.vjp(lambda *x: _xla(*x, lengths_B, lower_bound), *inputs)
+        portable = partial(_xla, lengths_B=lengths_B, bound=lower_bound)
+        _, pull = jax.vjp(portable, *inputs)
         return (*pull(cotangents), None)
 
     run.defvjp(forward, backward)

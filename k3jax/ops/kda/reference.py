@@ -98,8 +98,9 @@ def kda_decode(
         y_BP = np.einsum("bwp,pw->bp", window_BWP, w_PW)
         mixed.append(rounded(y_BP * sigmoid(y_BP)).reshape(batch, 1, heads, -1))
         new_tails.append(window_BWP[:, 1:])
+    q_B1HK, k_B1HK, v_B1HV = mixed
     o_B1HV, state_BHVK = gated_kda(
-        *mixed, z_BHK[:, None], b_BH[:, None], A_log_H, dt_bias_HK, state_BHVK,
+        q_B1HK, k_B1HK, v_B1HV, z_BHK[:, None], b_BH[:, None], A_log_H, dt_bias_HK, state_BHVK,
         lower_bound=lower_bound,
     )  # fmt: skip
     o_BHV = rounded(o_B1HV[:, 0])
