@@ -113,6 +113,17 @@ def test_prefill_in_float32_without_a_bound(place):
     assert memory.temp_size_in_bytes <= TEMPORARIES
 
 
+def test_gradient(place):
+    """The forward pass is the kernel, the backward pass the portable form: one program."""
+    arguments = [[array(1, 128, 2, D)] * 4, array(1, 128, 2), array(2, D, dtype=jnp.float32)]
+
+    def loss(qkvz, b, dt_bias):
+        o, _ = kda_op.gated_kda(*qkvz, b, dt_bias[:, 0], dt_bias, lower_bound=-5.0)
+        return jnp.sum(jnp.square(o.astype(jnp.float32)))
+
+    compiled(place, jax.grad(loss, (0, 1, 2)), arguments)
+
+
 @pytest.mark.parametrize(
     ("batch", "heads"), [(1, HEADS), (256, HEADS), (12, HEADS // 8), (512, HEADS // 8)]
 )
