@@ -38,7 +38,6 @@ DECODE_NOTE = (
     "ours has the short convolution, its tails, the output gate and the head norm inside; "
     "the peer has only norms, gate and recurrence, and reads less"
 )
-PADDED_NOTE = "ours pads the sequences to the longest; the peers take them end to end"
 SHARED_BYTES = 100e9  # inputs beyond these leave no room for a peer
 
 
@@ -160,7 +159,7 @@ def _others(run: Run, case: cases.Case, workload) -> tuple[list[peers.TorchSide]
     if run.peers is None:
         return [], []
     try:
-        return run.peers.sides(case, workload, not run.options.quick), []
+        return run.peers.sides(case, workload, not run.options.no_chunk), []
     except Exception as error:
         return [], [f"peers FAILED: {reason(error)}"]
 
@@ -210,8 +209,6 @@ def _notes(case: cases.Case, row: dict[str, Any], others) -> list[str]:
         notes.append("NOT FINITE")
     if case.kind == "decode" and row["peer"]:
         notes.append(DECODE_NOTE)
-    if case.lengths is not None and row["peer"]:
-        notes.append(PADDED_NOTE)
     if case.kind == "decode" and row["temporaries"] > case.state_bytes:
         notes.append(f"{row['temporaries'] / 1e6:.0f} MB of temporaries: a state is copied")
     if not all(value < 0.05 for value in (row["against_flashkda"] or {}).values()):
@@ -240,7 +237,7 @@ def execute(run: Run, chosen: Sequence[cases.Case]) -> int:
     limits = (2, 4) if options.small else (32, 128)
     work = [(case, ours.Workload(case, *limits)) for case in chosen]
     site = peers.unpack(options.peers) if options.peers else None
-    triton = site is not None and not options.quick and any(case.triton for case in chosen)
+    triton = site is not None and not options.no_chunk and any(case.triton for case in chosen)
     run.say(f"{report['about']['device']}, jax {jax.__version__}; {len(work)} cases")
     with ThreadPoolExecutor(options.compile_threads) as pool:
         # The portable form and the layer hold products that XLA tunes on the device: they wait
@@ -329,7 +326,8 @@ def _one(run: Run, case: cases.Case, workload, compiled: dict[str, Future]) -> N
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="kda", description=(__doc__ or "").splitlines()[0])
     made.add_argument("--rows", metavar="PATTERN", help="cases whose name has this expression")
-    made.add_argument("--quick", action="store_true", help="few cases, no FLA chunk kernels")
+    made.add_argument("--quick", action="store_true", help="few cases; implies --no-chunk")
+    made.add_argument("--no-chunk", action="store_true", help="leave FLA's chunk kernels out")
     made.add_argument("--small", action="store_true", help="toy sizes, on any device")
     made.add_argument(
         "--implementation", nargs="+", metavar="NAME", help='instead of "auto" and some "xla"'
@@ -366,6 +364,7 @@ def checked(options: argparse.Namespace) -> Sequence[cases.Case]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    options.no_chunk |= options.quick
     chosen = checked(options)
     # Read when JAX meets its first device. With a peer the two share the memory as they need it;
     # alone JAX takes nearly all of it, in one piece, as 129 GB of a million tokens want.

@@ -18,6 +18,7 @@ from k3jax.ops.short_conv import reference as conv_reference
 CASES = (
     Case("prefill", 1, 512, 8, quick=True),
     Case("prefill", 1, 4096, 2),
+    Case("prefill", 1, 4096, 2, near_keys=True),
     Case("decode", 4, heads=8, quick=True),
 )
 TOYS = (Case("prefill", 1, 40, 2, dim=16, quick=True), Case("decode", 2, heads=2, dim=16))

@@ -25,6 +25,7 @@ class Case:
       lengths: of sequences of one call, each with an initial state; else all have ``tokens``.
       dim: K = V.
       compare: the portable form is timed too unless implementations are named.
+      near_keys: keys nearly alike and slow decays, the hardest triangular systems.
       triton: FLA's chunk kernels are among the peers. They autotune for minutes at every new head
         count, so few cases have them.
     """
@@ -39,6 +40,7 @@ class Case:
     hidden: int = 7168
     quick: bool = False
     compare: bool = False
+    near_keys: bool = False
     triton: bool = False
 
     @property
@@ -47,7 +49,8 @@ class Case:
             return f"prefill {len(self.lengths)} lengths, {sum(self.lengths)} tokens H{self.heads}"
         tokens = f" T{self.tokens}" if self.kind == "prefill" else ""
         kind = "layer decode" if self.kind == "layer" else self.kind
-        return f"{kind} B{self.batch}{tokens} H{self.heads}"
+        keys = " near keys" if self.near_keys else ""
+        return f"{kind} B{self.batch}{tokens} H{self.heads}{keys}"
 
     @property
     def width(self) -> int:

@@ -58,13 +58,16 @@ def parameters(case: Case, key) -> dict[str, Any]:
 
 
 def tokens(case: Case, key) -> dict[str, Any]:
-    """Random normal bf16 inputs of one call; with ``lengths`` also those and initial states."""
+    """Random normal bf16 inputs of one call; with ``lengths`` also initial states. Near keys have
+    a cosine of about 0.9999, slow decays (1e-3 nats) and write strengths of 0.999."""
     keys = jax.random.split(key, 6)
     B, T, H, K = case.batch, case.tokens, case.heads, case.dim
     if case.kind == "decode":
         qkv = tuple(_normal(key, (B, case.width)) for key in keys[:3])
         z, gate = (_normal(key, (B, H, K)) for key in keys[3:5])
         return {"qkv": qkv, "z": z, "b": _normal(keys[5], (B, H)), "gate": gate}
+    if case.lengths is not None:
+        B, T = 1, case.real_tokens
     drawn = min(T, BLOCK)
     shapes = dict.fromkeys("qkvz", (B, drawn, H, K)) | {"b": (B, drawn, H)}
     made: dict[str, Any] = {
@@ -72,9 +75,11 @@ def tokens(case: Case, key) -> dict[str, Any]:
     }
     if drawn < T:
         made = {n: jnp.tile(x, (1, T // drawn) + (1,) * (x.ndim - 2)) for n, x in made.items()}
+    if case.near_keys:
+        made["k"] = made["k"][:, :1] + (0.01 * made["k"]).astype(bf16)
+        made["z"], made["b"] = jnp.full_like(made["z"], -8.5), jnp.full_like(made["b"], 6.9)
     if case.lengths is not None:
-        made["lengths"] = jnp.array(case.lengths, jnp.int32)
-        made["state"] = _normal(keys[5], (B, H, K, K), f32, 0.1)
+        made["state"] = _normal(keys[5], (case.batch, H, K, K), f32, 0.1)
     return made
 
 
@@ -86,7 +91,7 @@ def state(case: Case, key) -> tuple[jax.Array, jax.Array]:
     return _normal(one, (B, H, K, K), f32, 0.1), tails
 
 
-def prefill(implementation: str, shared, x) -> tuple[jax.Array, jax.Array]:
+def prefill(case: Case, implementation: str, shared, x) -> tuple[jax.Array, jax.Array]:
     return gated_kda(
         x["q"],
         x["k"],
@@ -97,7 +102,7 @@ def prefill(implementation: str, shared, x) -> tuple[jax.Array, jax.Array]:
         shared["dt_bias"],
         x.get("state"),
         lower_bound=LOWER_BOUND,
-        lengths_B=x.get("lengths"),
+        packed_lengths_N=case.lengths,
         implementation=implementation,
     )
 
@@ -252,7 +257,7 @@ class Workload:
         if self.case.kind == "prefill":
 
             def program(shared, inputs, states):
-                return prefill(implementation, shared, inputs[0]), states
+                return prefill(self.case, implementation, shared, inputs[0]), states
 
         elif self.case.kind == "decode":
             program = chain(partial(decode_step, implementation), self.calls)

@@ -287,7 +287,8 @@ class Peers:
         torch, sides = self.torch, []
         x = self.tensors(workload.inputs[0] | workload.shared)
         if case.lengths is not None:
-            x = self._packed(case, x)
+            bounds = [0, *case.lengths]
+            x["bounds"] = torch.tensor(bounds, device=self.device).cumsum(0)
         graph = case.real_tokens <= GRAPH_TOKENS
         if self.flash_error is None:
             side = TorchSide(FLASHKDA, torch, [], graph)
@@ -307,14 +308,6 @@ class Peers:
         if self.fla_error is None and triton and case.triton:
             sides.append(TorchSide(CHUNK, torch, [lambda: self.chunk(x)], graph))
         return sides
-
-    def _packed(self, case: Case, x):
-        """Padded rows put end to end, as both peers take them."""
-        torch, lengths = self.torch, case.lengths or ()
-        rows = {n: [x[n][i, :length] for i, length in enumerate(lengths)] for n in "qkvzb"}
-        bounds = torch.tensor([0, *lengths], device=self.device).cumsum(0)
-        kept = {name: x[name] for name in ("A_log", "dt_bias", "state")}
-        return kept | {n: torch.cat(r)[None] for n, r in rows.items()} | {"bounds": bounds}
 
     def _decode(self, case: Case, workload) -> list[TorchSide]:
         """FLA's kernel with the state in either layout; both write the same memory in turn."""

@@ -11,9 +11,9 @@ The chunked form of `xla.py` with chunks of 64 rows, K = V = 128, bfloat16 opera
   through shared memory. A third warpgroup copies chunks in.
 
 Decays. With g >= -5 nats the sum over 16 rows is at least -80, so exp of it and of its negative are
-normal numbers in float32 and bfloat16. Products within 32 rows take the border between their two
-tiles of 16 as reference, exp(g(border, i]) and exp(-g(border, j]); what lies above the diagonal may
-overflow and is masked. Products across row 32 take that border, where both exponents are negative.
+normal numbers in float32 and bfloat16. Products within a tile of 16 rows take its begin as
+reference, exp(g(begin, i]) and exp(-g(begin, j]); what lies above the diagonal may overflow and is
+masked. Products between tiles take a border between them, where both exponents are negative.
 Sums of g are products with masks of 0 and +-1; g has 11 bits there (float16), 8 times the precision
 of the bfloat16 z it comes from.
 
@@ -26,9 +26,9 @@ Few heads leave the chip empty in the second kernel, which then runs over stretc
 once: first for the affine maps S -> S M + B of all but the last stretch (from S = 0 with the
 values, from S = I without), then, with the entry states that compose them, for the outputs.
 
-Shared memory: 188 KiB (solve: for each of two warpgroups 6 tiles of 8 KiB for q, k, z and what
-replaces them, 2 for the gate and 1 for Z; 5 masks), 182 KiB (scan: two stages of 80 KiB, outputs
-16 KiB). Registers a thread: 255 and 168 (232 where it computes).
+Shared memory: 209 KiB (solve: for each of two warpgroups 6 tiles of 8 KiB for q, k, z and what
+replaces them, 2 for the gate and 2 for products; 6 masks), 182 KiB (scan: two stages of 80 KiB,
+outputs 16 KiB). Registers a thread: 255 and 168 (232 where it computes).
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ STRETCH = 8  # chunks of a stretch at least
 
 _f32, _bf16, _f16 = jnp.float32, jnp.bfloat16, jnp.float16
 _HALVES = (0, 1)  # of the 128 channels
+# Sums of g for each row: from the begin of its tile of 16 up to and with it, behind it to the end
+# of the tile, between it and the border at row 32, from the entry, to the end, and of all rows.
+_FROM_TILE, _TO_TILE_END, _ROW_32, _FROM_ENTRY, _TO_END, _WHOLE = range(6)
 
 
 def refusal(q_BTHK, v_BTHV, z_BTHK, b_BTH, lower_bound, packing) -> str | None:
@@ -101,7 +104,7 @@ class _Solved(NamedTuple):
 
 def _solve_kernel(
     q_g, k_g, z_g, b_g, rate_g, dt_bias_g, real_g, first_g, rows_g, inverse_g, scores_g, decay_g,
-    rows_all, gate_all, b_all, dt_bias_all, scores_all, masks, filled,
+    rows_all, gate_all, b_all, dt_bias_all, spare_all, masks, filled,
     *, blocks, chunks, heads, total, scale, lower_bound, interpret,
 ):  # fmt: skip
     """A warpgroup's chunks: at, at + stride, ...; `real_g` has the real rows of each chunk."""
@@ -134,12 +137,14 @@ def _solve_kernel(
     fetch(begin, "z", "q", "k")
     i, j = iota(TILE, 0), iota(TILE, 1)
     one = lambda condition: jnp.where(condition, jnp.float16(1), jnp.float16(0))  # noqa: E731
-    upto, before, before_32 = one(j <= i), one(j < (i // 32) * 32 + 16), one(j < 32)
-    masks[0] = upto - before  # from the border between the tiles of 32 rows to row i, signed
-    masks[1] = jnp.where(i >= 32, upto - before_32, before_32 - upto)  # to row 32, never positive
-    masks[2] = upto
-    masks[3] = jnp.float16(1) - upto
-    masks[4] = one(j >= 0)
+    upto, within_tile = one(j <= i), one(lax.bitwise_xor(i, j) < 16)
+    upto_32, before_32 = upto - one(j < 32), one(j < 32) - upto
+    masks[_FROM_TILE] = upto * within_tile
+    masks[_TO_TILE_END] = within_tile - upto * within_tile
+    masks[_ROW_32] = jnp.where(i >= 32, upto_32, before_32)
+    masks[_FROM_ENTRY] = upto
+    masks[_TO_END] = jnp.float16(1) - upto
+    masks[_WHOLE] = one(j >= 0)
     plgpu.commit_smem()
 
     def step(turn, _):
@@ -162,10 +167,14 @@ def _solve_kernel(
             slot = warpgroup + zero()
             rows = rows_all.at[slot]
             q_s, k_s, y_s = (rows.at[pl.ds(2 * x, 2)] for x in range(3))
-            return rows, q_s, k_s, y_s, gate_all.at[slot], scores_all.at[slot]
+            return rows, q_s, k_s, y_s, gate_all.at[slot], spare_all.at[slot]
 
         def value(ref):
             return plgpu.load(ref, layout=WGMMA).astype(_f32)
+
+        def narrowed(x, dtype):
+            """Rounded here and now, not where it is used: it then takes half the registers."""
+            return lax.optimization_barrier(x.astype(dtype))
 
         rows_s, q_s, k_s, y_s, gate_s, _ = here()
         i, j = grid()
@@ -203,72 +212,84 @@ def _solve_kernel(
         norm_q = inverse_norm(q_s) * scale
         beta_k, norm_q_row = by_row(beta(ROWS) * norm_k, TILE), by_row(norm_q, TILE)
 
-        # A and Z within 32 rows
-        rows_s, q_s, k_s, y_s, gate_s, scores_s = here()
-        right = [y_s.at[half].transpose((1, 0)) for half in _HALVES]
-        left_k, left_q = [], []
-        for half in _HALVES:
-            d = decays(0, half)
-            shrunk = value(k_s.at[half]) * (by_row(norm_k, TILE) * jnp.exp2(-d))
-            y_s[half] = shrunk.astype(_bf16)
-            grown = jnp.exp2(d)
-            left_k.append((value(k_s.at[half]) * grown).astype(_bf16))
-            left_q.append((value(q_s.at[half]) * grown).astype(_bf16))
-        plgpu.commit_smem()
-        pairs = [list(zip(left, right, strict=True)) for left in (left_k, left_q)]
-        keys, scores = matmul((TILE, None, pairs[0]), (TILE, None, pairs[1]))
-        i, j = grid()
-        near = lax.bitwise_xor(i, j) < 32
-        lower = jnp.where(near & (j < i), keys * beta_k, 0.0).astype(_f16)
-        scores_s[...] = jnp.where(near & (j <= i), scores * norm_q_row, 0.0).astype(_bf16)
+        # A and Z within tiles, between the two tiles of 32 rows, and across row 32. No decay is
+        # taken from a border behind its row, so that no later token changes a bit. Keys first, then
+        # queries: together their sums do not fit in registers.
+        def into(to, half, decay):
+            to[half] = (value(k_s.at[half]) * (by_row(norm_k, TILE) * decay)).astype(_bf16)
 
-        # and across row 32
-        rows_s, q_s, k_s, y_s, gate_s, scores_s = here()
-        plgpu.commit_smem()
-        right = [y_s.at[half].transpose((1, 0)) for half in _HALVES]
-        left_k, left_q = [], []
+        def against(left, *rights):
+            """Sums of left_i . right_j over channels, for each of the right sides."""
+            return matmul(
+                *[
+                    (TILE, None, [(left[x], right.at[x].transpose((1, 0))) for x in _HALVES])
+                    for right in rights
+                ]
+            )
+
+        def left_of(ref, mask):
+            return [(value(ref.at[x]) * jnp.exp2(decays(mask, x))).astype(_bf16) for x in _HALVES]
+
+        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
+        left = []
         for half in _HALVES:
-            decay = jnp.exp2(decays(1, half))
-            decayed = value(k_s.at[half]) * decay
-            y_s[half] = (decayed * by_row(norm_k, TILE)).astype(_bf16)
-            left_k.append(decayed.astype(_bf16))
-            left_q.append((value(q_s.at[half]) * decay).astype(_bf16))
+            d = decays(_FROM_TILE, half)
+            into(y_s, half, jnp.exp2(-d))
+            left.append((value(k_s.at[half]) * jnp.exp2(d)).astype(_bf16))
+            into(spare_s, half, jnp.exp2(decays(_TO_TILE_END, half)))
         plgpu.commit_smem()
-        pairs = [list(zip(left, right, strict=True)) for left in (left_k, left_q)]
-        keys, scores = matmul((TILE, None, pairs[0]), (TILE, None, pairs[1]))
+
+        def merged(left, scale, dtype, *, diagonal):
+            same, neighbour = (x * scale for x in against(left, y_s, spare_s))
+            i, j = grid()
+            tiles = lax.bitwise_xor(i, j)
+            same = jnp.where((tiles < 16) & ((j <= i) if diagonal else (j < i)), same, 0.0)
+            next_tile = (lax.shift_right_logical(tiles, 4) == 1) & (j < i)
+            return narrowed(jnp.where(next_tile, neighbour, same), dtype)
+
+        lower = merged(left, beta_k, _f16, diagonal=False)
+        scores = merged(left_of(q_s, _FROM_TILE), norm_q_row, _bf16, diagonal=True)
+
+        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
+        plgpu.commit_smem()
+        left = []
+        for half in _HALVES:
+            decay = jnp.exp2(decays(_ROW_32, half))
+            into(y_s, half, decay)
+            left.append((value(k_s.at[half]) * decay).astype(_bf16))
+        plgpu.commit_smem()
         i, j = grid()
-        far = (i >= 32) & (j < 32)
-        lower_left = jnp.where(far, keys * beta_k, 0.0).astype(_f16)
-        scores_s[...] = jnp.where(far, scores * norm_q_row, value(scores_s)).astype(_bf16)
+        across = (i >= 32) & (j < 32)
+        (keys,) = against(left, y_s)
+        lower = jnp.where(across, narrowed(keys * beta_k, _f16), lower)
+        (crossing,) = against(left_of(q_s, _ROW_32), y_s)
+        spare_s[0] = jnp.where(across, (crossing * norm_q_row).astype(_bf16), scores)
 
         # Qp, Kp, Ks, each over what it is made of
-        rows_s, q_s, k_s, y_s, gate_s, scores_s = here()
+        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
         plgpu.commit_smem()
         for half in _HALVES:
-            from_entry = jnp.exp2(decays(2, half))
+            from_entry = jnp.exp2(decays(_FROM_ENTRY, half))
             k = value(k_s.at[half]) * by_row(norm_k, TILE)
             k_s[half] = (k * from_entry).astype(_bf16)
             q_s[half] = (value(q_s.at[half]) * (norm_q_row * from_entry)).astype(_bf16)
-            y_s[half] = (k * jnp.exp2(decays(3, half))).astype(_bf16)
-            whole = first_row(decays(4, half), interpret=interpret)
+            y_s[half] = (k * jnp.exp2(decays(_TO_END, half))).astype(_bf16)
+            whole = first_row(decays(_WHOLE, half), interpret=interpret)
             decay_g[n, head, pl.ds(64 * half, 64)] = jnp.exp2(whole)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(rows_s, rows_g.at[n, head], commit_group=False)
-        plgpu.copy_smem_to_gmem(scores_s, scores_g.at[n, head])
+        plgpu.copy_smem_to_gmem(spare_s.at[0], scores_g.at[n, head])
 
         # The inverse. The gate is not needed any more and lends its two places, which take turns,
         # so that no warp writes what another one's product still reads.
-        rows_s, q_s, k_s, y_s, gate_s, scores_s = here()
+        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
         i, j = grid()
-        pair = lax.bitwise_xor(i, j) == 1
-        inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where(pair, lower.astype(_f32), 0.0)
-        for level in range(1, 6):
-            if level == 5:
-                crossing = lower_left
-            else:
-                i, j = grid()
-                of_level = lax.shift_right_logical(lax.bitwise_xor(i, j), level) == 1
-                crossing = jnp.where(of_level, lower, jnp.zeros_like(lower))
+        neighbours = lax.bitwise_xor(i, j) == 1
+        inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where(neighbours, lower.astype(_f32), 0.0)
+
+        def merge(level, inverse):
+            of_level = lax.shift_right_logical(lax.bitwise_xor(i, j), level) == 1
+            crossing = jnp.where(of_level, lower, jnp.zeros_like(lower))
             narrow = inverse.astype(_f16)
             gate_s[0] = narrow
             plgpu.commit_smem()
@@ -276,7 +297,10 @@ def _solve_kernel(
             gate_s[1] = product.astype(_f16)
             plgpu.commit_smem()
             (product,) = matmul((TILE, None, [(narrow, gate_s.at[1])]))
-            inverse = inverse - product
+            return inverse - product
+
+        i, j = grid()
+        inverse = lax.fori_loop(1, 6, merge, inverse)
         beta_column = by_column(beta(COLUMNS), TILE)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         fetch(at + stride, "z", "q")
@@ -334,8 +358,8 @@ def _solve(q, k, z, b_BHT, rate_H, dt_bias_HK, lower_bound, at: _Place, interpre
                 smem((SOLVERS, 2, *TILE), _f16),
                 plgpu.SMEM((SOLVERS, CHUNK), _f32),
                 plgpu.SMEM((SOLVERS, DIM), _f32),
-                smem((SOLVERS, *TILE), _bf16),
-                smem((5, *TILE), _f16),
+                smem((SOLVERS, 2, *TILE), _bf16),
+                smem((6, *TILE), _f16),
                 [plgpu.Barrier(num_arrivals=x, num_barriers=SOLVERS) for x in (4, 2, 2)],
             ],
             grid=(blocks,),

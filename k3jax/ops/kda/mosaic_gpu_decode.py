@@ -41,8 +41,8 @@ def refusal(q_BP, z_BHK, b_BH, gate_BHV, lower_bound) -> str | None:
 
 
 def _kernel(
-    q_g, k_g, v_g, z_g, b_g, gate_g, filter_q_g, filter_k_g, filter_v_g, A_log_g, dt_bias_g, norm_g, valid_g, slot_g,
-    state_g, tails_g, o_g, state_s, vectors_s, arrived,
+    q_g, k_g, v_g, z_g, b_g, gate_g, filter_q_g, filter_k_g, filter_v_g, A_log_g, dt_bias_g,
+    norm_g, valid_g, slot_g, state_g, tails_g, o_g, state_s, vectors_s, arrived,
     *, width, lower_bound, eps,
 ):  # fmt: skip
     head, batch = lax.axis_index("head"), lax.axis_index("batch")
