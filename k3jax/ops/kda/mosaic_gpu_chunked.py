@@ -104,7 +104,7 @@ class _Solved(NamedTuple):
 
 def _solve_kernel(
     q_g, k_g, z_g, b_g, rate_g, dt_bias_g, real_g, first_g, rows_g, inverse_g, scores_g, decay_g,
-    rows_all, gate_all, b_all, dt_bias_all, spare_all, masks, filled,
+    rows_all, gate_all, b_all, dt_bias_all, spare_all, left_all, masks, filled,
     *, blocks, chunks, heads, total, scale, lower_bound, interpret,
 ):  # fmt: skip
     """A warpgroup's chunks: at, at + stride, ...; `real_g` has the real rows of each chunk."""
@@ -151,7 +151,7 @@ def _solve_kernel(
         at = begin + turn * stride
         head, n = lax.rem(at, jnp.int32(heads)), at // heads
         real = real_g[n]
-        rate = rate_g[head]
+        rate = LOG2E * rate_g[head]
         uses = iter(range(100))
 
         def zero():
@@ -167,7 +167,7 @@ def _solve_kernel(
             slot = warpgroup + zero()
             rows = rows_all.at[slot]
             q_s, k_s, y_s = (rows.at[pl.ds(2 * x, 2)] for x in range(3))
-            return rows, q_s, k_s, y_s, gate_all.at[slot], spare_all.at[slot]
+            return rows, q_s, k_s, y_s, gate_all.at[slot], spare_all.at[slot], left_all.at[slot]
 
         def value(ref):
             return plgpu.load(ref, layout=WGMMA).astype(_f32)
@@ -176,28 +176,36 @@ def _solve_kernel(
             """Rounded here and now, not where it is used: it then takes half the registers."""
             return lax.optimization_barrier(x.astype(dtype))
 
-        rows_s, q_s, k_s, y_s, gate_s, _ = here()
-        i, j = grid()
-        plgpu.barrier_wait(filled[0].at[warpgroup])
+        rows_s, q_s, k_s, y_s, gate_s, *_ = here()
+
+        def arrive(which, *refs):
+            """What stands behind the real rows may be anything: it becomes zero."""
+            plgpu.barrier_wait(filled[which].at[warpgroup])
+
+            @pl.when(real < CHUNK)
+            def _():
+                i, _ = grid()
+                for ref in refs:
+                    for half in _HALVES:
+                        x = plgpu.load(ref.at[half], layout=WGMMA)
+                        ref[half] = jnp.where(i < real, x, jnp.zeros_like(x))
+
+        arrive(0, y_s)
+        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
+        bound = by_row(jnp.where(row < real, _f32(lower_bound * LOG2E), _f32(0.0)), TILE)
         for half in _HALVES:
             bias = plgpu.load(dt_bias_all.at[warpgroup, pl.ds(64 * half, 64)], layout=COLUMNS)
-            g = sigmoid((value(y_s.at[half]) + by_column(bias, TILE)) * rate)
-            gate_s[half] = jnp.where(i < real, (lower_bound * LOG2E) * g, 0.0).astype(_f16)
-        plgpu.barrier_wait(filled[1].at[warpgroup])
-        plgpu.barrier_wait(filled[2].at[warpgroup])
-
-        @pl.when(real < CHUNK)
-        def _():
-            for ref in (q_s, k_s):
-                for half in _HALVES:
-                    x = plgpu.load(ref.at[half], layout=WGMMA)
-                    ref[half] = jnp.where(i < real, x, jnp.zeros_like(x))
-
+            # sigmoid((z + bias) * rate), with one multiplication and addition inside
+            inner = value(y_s.at[half]) * -rate + by_column(bias * -rate, TILE)
+            root = lax.rsqrt(1.0 + jnp.exp2(inner))
+            gate_s[half] = (root * root * bound).astype(_f16)
+        arrive(1, q_s)
+        arrive(2, k_s)
         plgpu.commit_smem()
 
-        def decays(mask, half):
-            """Sums of log2 decays over rows, as the mask says."""
-            return matmul((TILE, None, [(masks.at[mask], gate_s.at[half])]))[0]
+        def decays(half, *which):
+            """Sums of log2 decays over rows, for each of the masks."""
+            return matmul(*[(TILE, None, [(masks.at[x], gate_s.at[half])]) for x in which])
 
         def inverse_norm(ref):
             squares = [jnp.sum(x * x, axis=1) for x in (value(ref.at[half]) for half in _HALVES)]
@@ -215,9 +223,6 @@ def _solve_kernel(
         # A and Z within tiles, between the two tiles of 32 rows, and across row 32. No decay is
         # taken from a border behind its row, so that no later token changes a bit. Keys first, then
         # queries: together their sums do not fit in registers.
-        def into(to, half, decay):
-            to[half] = (value(k_s.at[half]) * (by_row(norm_k, TILE) * decay)).astype(_bf16)
-
         def against(left, *rights):
             """Sums of left_i . right_j over channels, for each of the right sides."""
             return matmul(
@@ -227,16 +232,24 @@ def _solve_kernel(
                 ]
             )
 
-        def left_of(ref, mask):
-            return [(value(ref.at[x]) * jnp.exp2(decays(mask, x))).astype(_bf16) for x in _HALVES]
+        rows_s, q_s, k_s, y_s, gate_s, spare_s, left_s = here()
+        left_k, left_q = [], [left_s, None]
 
-        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
-        left = []
+        def keep(half, q):
+            """Left sides of queries wait for their turn, one half of them in shared memory."""
+            if half == 0:
+                left_s[...] = q.astype(_bf16)
+            else:
+                left_q[1] = narrowed(q, _bf16)
+
         for half in _HALVES:
-            d = decays(_FROM_TILE, half)
-            into(y_s, half, jnp.exp2(-d))
-            left.append((value(k_s.at[half]) * jnp.exp2(d)).astype(_bf16))
-            into(spare_s, half, jnp.exp2(decays(_TO_TILE_END, half)))
+            d, to_end = decays(half, _FROM_TILE, _TO_TILE_END)
+            k, decay = value(k_s.at[half]), jnp.exp2(d)
+            left_k.append(narrowed(k * decay, _bf16))
+            keep(half, value(q_s.at[half]) * decay)
+            k = k * by_row(norm_k, TILE)
+            y_s[half] = (k * jnp.exp2(-d)).astype(_bf16)
+            spare_s[half] = (k * jnp.exp2(to_end)).astype(_bf16)
         plgpu.commit_smem()
 
         def merged(left, scale, dtype, *, diagonal):
@@ -247,42 +260,46 @@ def _solve_kernel(
             next_tile = (lax.shift_right_logical(tiles, 4) == 1) & (j < i)
             return narrowed(jnp.where(next_tile, neighbour, same), dtype)
 
-        lower = merged(left, beta_k, _f16, diagonal=False)
-        scores = merged(left_of(q_s, _FROM_TILE), norm_q_row, _bf16, diagonal=True)
+        lower = merged(left_k, beta_k, _f16, diagonal=False)
+        scores = merged(left_q, norm_q_row, _bf16, diagonal=True)
 
-        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
+        rows_s, q_s, k_s, y_s, gate_s, spare_s, left_s = here()
         plgpu.commit_smem()
-        left = []
+        left_k = []
         for half in _HALVES:
-            decay = jnp.exp2(decays(_ROW_32, half))
-            into(y_s, half, decay)
-            left.append((value(k_s.at[half]) * decay).astype(_bf16))
+            (d,) = decays(half, _ROW_32)
+            k, decay = value(k_s.at[half]), jnp.exp2(d)
+            decayed = k * decay
+            left_k.append(narrowed(decayed, _bf16))
+            keep(half, value(q_s.at[half]) * decay)
+            y_s[half] = (decayed * by_row(norm_k, TILE)).astype(_bf16)
         plgpu.commit_smem()
         i, j = grid()
         across = (i >= 32) & (j < 32)
-        (keys,) = against(left, y_s)
+        (keys,) = against(left_k, y_s)
         lower = jnp.where(across, narrowed(keys * beta_k, _f16), lower)
-        (crossing,) = against(left_of(q_s, _ROW_32), y_s)
+        (crossing,) = against(left_q, y_s)
         spare_s[0] = jnp.where(across, (crossing * norm_q_row).astype(_bf16), scores)
 
         # Qp, Kp, Ks, each over what it is made of
-        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
+        rows_s, q_s, k_s, y_s, gate_s, spare_s, left_s = here()
         plgpu.commit_smem()
         for half in _HALVES:
-            from_entry = jnp.exp2(decays(_FROM_ENTRY, half))
+            from_entry, to_end, whole = decays(half, _FROM_ENTRY, _TO_END, _WHOLE)
+            from_entry = jnp.exp2(from_entry)
             k = value(k_s.at[half]) * by_row(norm_k, TILE)
             k_s[half] = (k * from_entry).astype(_bf16)
             q_s[half] = (value(q_s.at[half]) * (norm_q_row * from_entry)).astype(_bf16)
-            y_s[half] = (k * jnp.exp2(decays(_TO_END, half))).astype(_bf16)
-            whole = first_row(decays(_WHOLE, half), interpret=interpret)
-            decay_g[n, head, pl.ds(64 * half, 64)] = jnp.exp2(whole)
+            y_s[half] = (k * jnp.exp2(to_end)).astype(_bf16)
+            whole = jnp.exp2(first_row(whole, interpret=interpret))
+            decay_g[n, head, pl.ds(64 * half, 64)] = whole
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(rows_s, rows_g.at[n, head], commit_group=False)
         plgpu.copy_smem_to_gmem(spare_s.at[0], scores_g.at[n, head])
 
         # The inverse. The gate is not needed any more and lends its two places, which take turns,
         # so that no warp writes what another one's product still reads.
-        rows_s, q_s, k_s, y_s, gate_s, spare_s = here()
+        rows_s, q_s, k_s, y_s, gate_s, spare_s, left_s = here()
         i, j = grid()
         neighbours = lax.bitwise_xor(i, j) == 1
         inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where(neighbours, lower.astype(_f32), 0.0)
@@ -359,6 +376,7 @@ def _solve(q, k, z, b_BHT, rate_H, dt_bias_HK, lower_bound, at: _Place, interpre
                 plgpu.SMEM((SOLVERS, CHUNK), _f32),
                 plgpu.SMEM((SOLVERS, DIM), _f32),
                 smem((SOLVERS, 2, *TILE), _bf16),
+                smem((SOLVERS, *TILE), _bf16),
                 smem((6, *TILE), _f16),
                 [plgpu.Barrier(num_arrivals=x, num_barriers=SOLVERS) for x in (4, 2, 2)],
             ],
@@ -367,7 +385,10 @@ def _solve(q, k, z, b_BHT, rate_H, dt_bias_HK, lower_bound, at: _Place, interpre
             num_threads=SOLVERS,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(
-                lowering_semantics=LANE, approx_math=True, unsafe_no_auto_barriers=True
+                lowering_semantics=LANE,
+                approx_math=True,
+                unsafe_no_auto_barriers=True,
+                reduction_scratch_bytes=0,  # no sum leaves its warp
             ),
             interpret=_mode(interpret),
         )(*flat, b_BHT, rate_H, dt_bias_HK, at.real_N, at.first)
