@@ -28,7 +28,7 @@ class Implementation:
       output, state: limits of `gated_kda` relative to the largest value of a row.
       step: of output and state of `kda_decode`.
       device: device kind that it is told to run on; None for this one.
-      patches: what runs it here: [(object, attribute or key, value)].
+      patches: what runs it here: [(table of implementations, its entry)].
     """
 
     name: str
@@ -52,9 +52,9 @@ class Implementation:
             yield
 
 
-def interpreted(interpret=True):
-    prefill = functools.partial(mosaic_tpu_chunked.gated_kda, interpret=interpret)
-    step = functools.partial(mosaic_tpu_decode.kda_decode, interpret=interpret)
+def interpreted():
+    prefill = functools.partial(mosaic_tpu_chunked.gated_kda, interpret=True)
+    step = functools.partial(mosaic_tpu_decode.kda_decode, interpret=True)
     return [
         (gated.IMPLEMENTATIONS, gated.with_xla_gradient(prefill)),
         (decode.IMPLEMENTATIONS, step),
