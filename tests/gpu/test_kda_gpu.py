@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import kda_cases
 import numpy as np
 import pytest
-from kda_contract import (
-    D,
-    DecodeContract,
-    GatedContract,
-    Implementation,
-    float64,
-    padded,
-    raw,
-    runner,
-    wide,
-)
+from kda_contract import DecodeContract, GatedContract, float64, padded, runner
+from kda_kernels import D, Implementation, raw, wide
 
 from k3jax.ops import kda as kda_op
 from k3jax.ops import target
@@ -27,8 +18,12 @@ pytestmark = pytest.mark.skipif(
     not target.is_hopper(jax.devices()[0].device_kind),
     reason="needs a Hopper GPU and JAX_PLATFORMS=cuda,cpu",
 )
-MOSAIC_GPU = Implementation("mosaic_gpu", jnp.bfloat16, (), output=2e-2, state=2e-2, step=4e-3)
-L2 = 5e-3  # of outputs and states, relative; FlashKDA has 5.7e-3 and 5.0e-3
+# Measured: 7.1e-3 for outputs (two_directions), 5.4e-3 for states, 3.4e-2 for both where keys are
+# nearly alike: there decayed keys, rounded to bfloat16, differ by little more than their rounding.
+MOSAIC_GPU = Implementation(
+    "mosaic_gpu", jnp.bfloat16, (), output=1e-2, state=8e-3, alike=4e-2, step=4e-3
+)
+L2 = 5e-3  # of outputs and states, relative; FlashKDA has 5.9e-3 and 5.0e-3
 
 
 @pytest.fixture
@@ -48,7 +43,7 @@ def l2(got, expected):
     return np.linalg.norm(wide(got) - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("regime", ["random", "saturated", "slow_decay", "near_keys"])
+@pytest.mark.parametrize("regime", ["random", "saturated", "slow_decay", "no_decay"])
 def test_relative_l2(regime):
     inputs = raw(kda_cases.batch(30, 2, 512, 4, D, D, [regime]), jnp.bfloat16)
     got = runner(MOSAIC_GPU)(inputs)
