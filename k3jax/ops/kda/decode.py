@@ -31,11 +31,10 @@ def _xla(inputs, weights, state, tails, valid_B, slot, bound, eps):
     stand at small arrays only; a barrier at the state would copy it.
     """
     qkv_3BP, z_BHK, b_BH, gate_BHV = inputs
-    if valid_B is None:
-        valid_B = jnp.ones(b_BH.shape[:1], jnp.bool_)
     qkv_3BP, z_BHK, b_BH, valid_B = _apart((qkv_3BP, z_BHK, b_BH, valid_B))
     conv_3PW, A_log_H, dt_bias_HK, norm_V = weights
-    lengths_B = valid_B.astype(jnp.int32)
+    lengths_B = None if valid_B is None else valid_B.astype(jnp.int32)
+    valid_B1 = None if valid_B is None else valid_B[:, None]
     mixed, new_tails = [], []
     for x_BP, w_PW, tail_BWP in zip(qkv_3BP, conv_3PW, _take(tails, slot), strict=True):
         y_B1P, tail_BWP = short_conv(x_BP[:, None], w_PW, tail_BWP, lengths_B)
@@ -43,9 +42,10 @@ def _xla(inputs, weights, state, tails, valid_B, slot, bound, eps):
         new_tails.append(tail_BWP)
     mixed = _apart((*mixed, z_BHK[:, None], b_BH[:, None]))
     q, k, v, g, beta = _apart(normalised(mixed, A_log_H, dt_bias_HK, bound))
-    o_B1HV, new_state_BHVK = kda(q, k, v, g, beta, _take(state, slot), valid_BT=valid_B[:, None])
+    o_B1HV, new_state_BHVK = kda(q, k, v, g, beta, _take(state, slot), valid_BT=valid_B1)
     o_BHV, gate_BHV = _apart((o_B1HV[:, 0], gate_BHV))
-    o_BHV = zero_unless(valid_B[:, None], _apart(gated_norm(o_BHV, gate_BHV, norm_V, eps)))
+    o_BHV = _apart(gated_norm(o_BHV, gate_BHV, norm_V, eps))
+    o_BHV = o_BHV if valid_B is None else zero_unless(valid_B1, o_BHV)
     return o_BHV, _put(state, new_state_BHVK, slot), _put(tails, jnp.stack(new_tails), slot)
 
 
