@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 
 HOPPER = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
-TPU = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+# As topologies of libtpu 0.0.52 say them: v5e, v5p, v6e and tpu7x (tests/aot/test_kda_aot.py); the
+# short names are those of the hardware's own tools.
+TPU = ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "TPU v5e", "TPU v5p", "TPU v6e")
 
 
 def device_kind() -> str:

@@ -121,6 +121,7 @@ def l2norm(x: Array, eps: float = 1e-6) -> Array:
 
 
 def zero_unless(valid_BT, x):
+    """x in the rows that are True, zeros in the others."""
     return jnp.where(valid_BT.reshape(*valid_BT.shape, *[1] * (x.ndim - 2)), x, jnp.zeros_like(x))
 
 

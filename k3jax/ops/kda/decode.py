@@ -9,6 +9,8 @@ from jax import Array, lax
 
 from k3jax.errors import InputError
 from k3jax.ops import target
+from k3jax.ops.kda import mosaic_gpu_decode, mosaic_tpu_decode
+from k3jax.ops.kda.choice import Kernel, select
 from k3jax.ops.kda.core import describe, expect, kda, zero_unless
 from k3jax.ops.kda.gated import normalised
 from k3jax.ops.short_conv import short_conv
@@ -62,7 +64,16 @@ def _put(stack, layer, slot):
 
 # name -> f((qkv, z, b, gate), (conv, A_log, dt_bias, norm), state, tails, valid or None,
 #           slot or None, lower_bound, eps) -> (o, state, tails)
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array, Array]]] = {"xla": _xla}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array, Array]]] = {
+    "xla": _xla,
+    "mosaic_gpu": mosaic_gpu_decode.kda_decode,
+    "mosaic_tpu": mosaic_tpu_decode.kda_decode,
+}
+# What "auto" tries, in this order; refusals take (q, z, b, gate, lower_bound).
+KERNELS = {
+    "mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu_decode.refusal),
+    "mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu_decode.refusal),
+}
 
 
 def kda_decode(
@@ -100,14 +111,15 @@ def kda_decode(
       valid_B: bool; a row that is False keeps state and tails bit for bit, its output is zero, and
         its other inputs may hold anything.
       slot: int32, which layer of the stacks; the others come back as they were.
-      implementation: "auto" or a name in `IMPLEMENTATIONS`.
+      implementation: "auto" or a name in `IMPLEMENTATIONS`; see `gated_kda`. Kernels have no
+        gradient.
 
     Returns:
       (o_BHV in the dtype of qkv, state, tails), the last two in place if they are donated.
 
     Raises:
-      InputError: a shape or dtype that does not fit, or an implementation that is unknown or
-        refuses these inputs.
+      InputError: a shape or dtype that does not fit, or an implementation that is unknown, is
+        for other devices, or refuses these inputs.
     """
     q_BP = qkv_3BP[0]
     if q_BP.ndim != 2 or not jnp.issubdtype(q_BP.dtype, jnp.floating):
@@ -131,12 +143,11 @@ def kda_decode(
     expect("kda_decode: tails", tails_3BWP, tails_shape, q_BP.dtype)
     if valid_B is not None:
         expect("kda_decode: valid", valid_B, (batch,), jnp.bool_)
-    if implementation == "auto":
-        implementation, reason = "xla", f"no kernel for {target.device_kind()}"
-        _log.debug("kda_decode: %s (%s), batch %s", implementation, reason, batch)
-    if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise InputError(f"kda_decode: implementation {implementation!r} is not one of {names}")
+    arrays = (q_BP, z_BHK, b_BH, gate_BHV, lower_bound)
+    implementation, reason = select(
+        "kda_decode", implementation, IMPLEMENTATIONS, KERNELS, target.device_kind(), arrays
+    )
+    _log.debug("kda_decode: %s (%s), batch %s", implementation, reason, batch)
     return IMPLEMENTATIONS[implementation](
         (qkv_3BP, z_BHK, b_BH, gate_BHV),
         (conv_3PW, A_log_H, dt_bias_HK, norm_V),

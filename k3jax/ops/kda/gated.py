@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ from jax import Array
 
 from k3jax.errors import InputError
 from k3jax.ops import target
-from k3jax.ops.kda import xla
+from k3jax.ops.kda import mosaic_gpu_chunked, mosaic_tpu_chunked, xla
+from k3jax.ops.kda.choice import Kernel, select
 from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm, zero_unless
 from k3jax.ops.kda.packing import pack
 from k3jax.ops.packed import Lengths, bounds
@@ -34,8 +36,12 @@ def _xla(
 ):
     inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH)
     if packing is None:
-        rows_T = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32)
-        valid_BT = None if lengths_B is None else rows_T < lengths_B[:, None]
+        valid_BT = None
+        if lengths_B is not None:
+            valid_BT = jnp.arange(k_BTHK.shape[1], dtype=jnp.int32) < lengths_B[:, None]
+            # Before the norms and gates: `kda` masks their results, but their derivatives would
+            # turn what padding holds into NaN times zero.
+            inputs = [zero_unless(valid_BT, x) for x in inputs]
         q, k, v, g, beta = normalised(inputs, A_log_H, dt_bias_HK, bound)
         return kda(q, k, v, g, beta, state, valid_BT=valid_BT)
     # Rows move first: every sequence begins at a whole chunk then, and XLA:CPU, which sums the last
@@ -47,9 +53,43 @@ def _xla(
     return packing.unpad(o_1RHV).astype(v_BTHV.dtype), state
 
 
+def with_xla_gradient(kernel):
+    """A kernel of the table whose backward pass is that of the portable form.
+
+    It keeps the inputs and runs the portable form again, forwards and backwards.
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(9,))
+    def run(q, k, v, z, b, A_log, dt_bias, state, lengths_B, lower_bound, packing):
+        inputs = (q, k, v, z, b, A_log, dt_bias, state)
+        return kernel(*inputs, lengths_B, lower_bound, packing)
+
+    def forward(*arguments):
+        *inputs, lengths_B, _, packing = arguments
+        return run(*arguments), (inputs, lengths_B, packing)
+
+    def backward(lower_bound, saved, cotangents):
+        inputs, lengths_B, packing = saved
+        portable = partial(_xla, lengths_B=lengths_B, bound=lower_bound, packing=packing)
+        _, pull = jax.vjp(portable, *inputs)
+        return (*pull(cotangents), None, None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
 # name -> f(q, k, v, z, b, A_log, dt_bias, state, lengths or None, lower_bound, packing or None)
 #           -> (o, state); with a `Packing` B is 1 and the state [N, H, V, K].
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {"xla": _xla}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "xla": _xla,
+    "mosaic_gpu": with_xla_gradient(mosaic_gpu_chunked.gated_kda),
+    "mosaic_tpu": with_xla_gradient(mosaic_tpu_chunked.gated_kda),
+}
+# What "auto" tries, in this order; refusals take (q, v, z, b, lower_bound, packing or None).
+KERNELS = {
+    "mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu_chunked.refusal),
+    "mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu_chunked.refusal),
+}
 
 
 def gated_kda(
@@ -87,15 +127,16 @@ def gated_kda(
         wherever it stands: what the same program gives where the others have length 0. Under a
         trace lengths cannot be checked: they are clipped to T, and rows behind their sum are
         padding.
-      implementation: "auto" or a name in `IMPLEMENTATIONS`.
+      implementation: "auto" or a name in `IMPLEMENTATIONS`. "auto" takes the kernel of the device
+        that the program is for, or "xla" where there is none or it refuses these inputs.
 
     Returns:
       (o_BTHV in the dtype of v, state_BHVK float32 after the last real token).
 
     Raises:
       InputError: a shape or dtype that does not fit, T == 0, both kinds of lengths, packed lengths
-        that are negative or do not sum to T, or an implementation that is unknown or refuses these
-        inputs.
+        that are negative or do not sum to T, or an implementation that is unknown, is for other
+        devices, or refuses these inputs.
     """
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHV), ("z", z_BTHK)):
         if x.ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -125,11 +166,10 @@ def gated_kda(
     expect("gated_kda: state", state_BHVK, state_shape, jnp.float32)
     if lengths_B is not None:
         expect("gated_kda: lengths", lengths_B, (batch,), jnp.int32)
-    if implementation == "auto":
-        implementation, reason = "xla", f"no kernel for {target.device_kind()}"
-        _log.debug("gated_kda: %s (%s), T = %s", implementation, reason, length)
-    if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise InputError(f"gated_kda: implementation {implementation!r} is not one of {names}")
+    arrays = (q_BTHK, v_BTHV, z_BTHK, b_BTH, lower_bound, packing)
+    implementation, reason = select(
+        "gated_kda", implementation, IMPLEMENTATIONS, KERNELS, target.device_kind(), arrays
+    )
+    _log.debug("gated_kda: %s (%s), T = %s", implementation, reason, length)
     inputs = (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH, A_log_H, dt_bias_HK, state_BHVK, lengths_B)
     return IMPLEMENTATIONS[implementation](*inputs, lower_bound, packing)

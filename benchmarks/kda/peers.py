@@ -1,0 +1,348 @@
+"""What others run for the same work on the same GPU: FLA's Triton kernels and FlashKDA.
+
+The peers' folder holds `whl/` with the wheels of FLA and an archive with FlashKDA's library. They
+are unpacked into a temporary folder and imported from there; nothing is installed. Torch is
+imported here only, once a folder is given, and reads the very arrays that ours reads.
+
+    python -m benchmarks.kda.peers FOLDER SHARD SHARDS    # compiles a part of FLA's variants
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kda.cases import LOWER_BOUND, Case
+from benchmarks.kda.timing import reason
+from k3jax.errors import InputError
+
+LIBRARY = "_flashkda_C.abi3.so"
+GRAPH_TOKENS = 16_384  # longer prefills outlast what the host needs to launch them
+SHARDS = 12
+FLASHKDA, CHUNK = "FlashKDA", "FLA chunk"
+
+
+def unpack(folder: str) -> Path:
+    """Where the peers of ``folder`` lie ready for import; unpacks them unless that was done.
+
+    Raises:
+      InputError: a folder without them.
+    """
+    root = Path(folder)
+    places = [place for place in (root / "whl", root) if list(place.glob("*.whl"))]
+    if not places:
+        raise InputError(f"--peers {folder}: no wheels in it or in its whl/")
+    wheels = sorted(places[0].glob("*.whl"))
+    archives = sorted(places[0].glob("peers_*.tar.xz"))
+    key = hashlib.sha256("".join(f"{p.name}{p.stat().st_size}" for p in wheels + archives).encode())
+    site = Path(tempfile.gettempdir()) / f"k3jax-peers-{key.hexdigest()[:12]}"
+    if not (site / "complete").exists():
+        site.mkdir(parents=True, exist_ok=True)
+        for wheel in wheels:  # of pure Python: what pip would do is to unpack them
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+        for path in archives:
+            with tarfile.open(path) as archive:
+                if LIBRARY in archive.getnames():
+                    archive.extract(LIBRARY, site, filter="data")
+        (site / "complete").touch()
+    return site
+
+
+def _import_from(site: Path) -> None:
+    os.environ.setdefault("FLA_TILELANG", "0")
+    os.environ.setdefault("FLA_FLASH_KDA", "0")  # the rows named FLA are FLA's own kernels
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if str(site) not in sys.path:
+        sys.path.insert(0, str(site))
+
+
+def warm(site: Path, seconds: float, shards: int = SHARDS) -> str:
+    """Compiles the variants that FLA will choose from, in parallel, into Triton's cache on disk.
+
+    Alone the choice takes minutes. Gives a line that says how it went; what is not done in time is
+    stopped and compiled later.
+    """
+    begin = time.perf_counter()
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [str(site), root, os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "benchmarks.kda.peers", str(site)]
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(shards)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(i), str(shards)], env=environment, stdout=log, stderr=log
+            )
+            for i, log in enumerate(logs)
+        ]
+        stopped, failed = 0, []
+        for worker, log in zip(workers, logs, strict=True):
+            try:
+                if worker.wait(max(0.1, begin + seconds - time.perf_counter())):
+                    log.seek(0)
+                    failed += log.read().decode(errors="replace").strip().splitlines()[-1:]
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+                stopped += 1
+    said = f"{shards} processes, {time.perf_counter() - begin:.0f} s, {stopped} stopped"
+    return said + (f", {len(failed)} failed: {failed[0][:200]}" if failed else "")
+
+
+def _shard(site: Path, shard: int, shards: int) -> None:
+    """Every ``shards``-th variant of each of FLA's kernels, at the shapes of the rows."""
+    _import_from(site)
+    import triton.runtime.autotuner as autotuner  # pyright: ignore[reportMissingImports]
+
+    create = autotuner.Autotuner.__init__
+
+    def with_part(self, fn, names, configs, *args, **kwargs):
+        configs = list(configs)
+        create(self, fn, names, configs[shard::shards] or configs[:1], *args, **kwargs)
+
+    autotuner.Autotuner.__init__ = with_part
+    peers = Peers(site)
+    torch, peers.flash_error = peers.torch, "not needed"
+    draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    x = {name: draw(1, 512, 96, 128) for name in "qkvz"} | {"b": draw(1, 512, 96)}
+    x |= {"A_log": torch.rand(96, device="cuda"), "dt_bias": torch.zeros(96, 128, device="cuda")}
+    bounds = torch.tensor([0, 200, 512], device="cuda")
+    states = torch.zeros(2, 96, 128, 128, device="cuda")
+    with torch.inference_mode():
+        peers.chunk(x)
+        peers.chunk(x | {"bounds": bounds, "state": states})
+    torch.cuda.synchronize()
+
+
+class TorchSide:
+    """A side of a peer: functions that queue one call each, replayed as one CUDA graph if asked.
+
+    ``results`` are the tensors that the last call wrote, where they can be compared with ours.
+    """
+
+    def __init__(self, name: str, torch, functions: Sequence[Callable[[], Any]], graph: bool):
+        self.name, self.calls, self.note = name, len(functions), ""
+        self.error: str | None = None
+        self.torch, self.functions, self.graph, self.wanted = torch, functions, None, graph
+        self.results: tuple[Any, ...] = ()
+
+    def _capture(self) -> None:
+        """Once the kernels are compiled and chosen: a graph, or a note why there is none."""
+        self.wanted = False
+        torch = self.torch
+        self.direct()
+        self.wait()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.direct()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with (
+                torch.inference_mode(),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                for function in self.functions:
+                    function()
+            self.graph = graph
+        except Exception as error:
+            self.note = f"{self.name} without a graph: {reason(error)}"
+            self.wait()
+
+    def launch(self) -> None:
+        if self.wanted:
+            self._capture()
+        if self.graph is None:
+            self.direct()
+        else:
+            self.graph.replay()
+
+    def direct(self) -> None:
+        with self.torch.inference_mode():
+            for function in self.functions:
+                function()
+
+    def wait(self) -> None:
+        self.torch.cuda.synchronize()
+
+
+class Peers:
+    """FLA and FlashKDA, loaded. What does not load is absent from the rows, and `notes` says why.
+
+    Inputs are dictionaries of torch tensors with the names that `benchmarks.kda.ours.tokens` uses;
+    packed sequences have ``bounds``, their cumulative lengths.
+    """
+
+    device = "cuda"
+
+    def __init__(self, site: Path):
+        _import_from(site)
+        import torch  # pyright: ignore[reportMissingImports]
+
+        self.torch, self.site, self.notes = torch, site, []
+        self.flash_error = self.fla_error = None
+        try:
+            torch.ops.load_library(str(site / LIBRARY))
+        except Exception as error:
+            self.flash_error = reason(error)
+            self.notes.append(f"{FLASHKDA} is not there: {self.flash_error}")
+        try:
+            from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
+            from fla.ops.kda.fused_recurrent import (  # pyright: ignore[reportMissingImports]
+                fused_recurrent_kda_fwd,
+            )
+
+            self._chunk, self._recurrent = chunk_kda, fused_recurrent_kda_fwd
+        except Exception as error:
+            self.fla_error = reason(error)
+            self.notes.append(f"FLA is not there: {self.fla_error}")
+
+    def tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Torch's view of JAX arrays: the same memory."""
+        return {
+            name: tuple(map(self.torch.from_dlpack, x))
+            if isinstance(x, tuple)
+            else self.torch.from_dlpack(x)
+            for name, x in arrays.items()
+        }
+
+    def flash(self, x, out=None, workspace=None, final=None):
+        """(o_BTHV, state_BHVK) by FlashKDA; the three buffers are made if not given."""
+        torch, op = self.torch, self.torch.ops._flashkda_C
+        B, T, H, K = x["q"].shape
+        bounds, count = x.get("bounds"), B
+        if bounds is not None:
+            count = len(bounds) - 1
+        if out is None:
+            out = torch.empty_like(x["v"])
+        if workspace is None:
+            size = op.get_workspace_size(B * T, H, count)
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if final is None:
+            final = torch.zeros(count, H, K, K, device=self.device)
+        tokens = (x["q"], x["k"], x["v"], x["z"], x["b"])
+        gates = (x["A_log"], x["dt_bias"], LOWER_BOUND)
+        states = (x.get("state"), final, bounds, None, None)
+        op.fwd(*tokens, K**-0.5, out, workspace, *gates, *states)
+        return out, final
+
+    def chunk(self, x):
+        """(o_BTHV, state_BHKV) by FLA's chunk kernels, K first."""
+        return self._chunk(
+            **dict(zip("qkv", (x["q"], x["k"], x["v"]), strict=True)),
+            g=x["z"],
+            beta=x["b"],
+            A_log=x["A_log"],
+            dt_bias=x["dt_bias"].reshape(-1),
+            initial_state=x.get("state"),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            safe_gate=True,
+            lower_bound=LOWER_BOUND,
+            cu_seqlens=x.get("bounds"),
+        )
+
+    def recurrent(self, x, state, out, v_first: bool):
+        """One token by FLA's recurrent kernel; ``state`` and ``out`` are written in place."""
+        return self._recurrent(
+            q=x["q"],
+            k=x["k"],
+            v=x["v"],
+            g=x["z"],
+            beta=x["b"],
+            A_log=x["A_log"],
+            dt_bias=x["dt_bias"].reshape(-1),
+            initial_state=state,
+            inplace_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=LOWER_BOUND,
+            out=out,
+            state_v_first=v_first,
+        )
+
+    def sides(self, case: Case, workload, triton: bool = True) -> list[TorchSide]:
+        """The peers of a case on the arrays of its workload."""
+        if case.kind == "prefill":
+            return self._prefill(case, workload, triton)
+        return self._decode(case, workload) if case.kind == "decode" else []
+
+    def _prefill(self, case: Case, workload, triton: bool) -> list[TorchSide]:
+        torch, sides = self.torch, []
+        x = self.tensors(workload.inputs[0] | workload.shared)
+        if case.lengths is not None:
+            bounds = [0, *case.lengths]
+            x["bounds"] = torch.tensor(bounds, device=self.device).cumsum(0)
+        graph = case.real_tokens <= GRAPH_TOKENS
+        if self.flash_error is None:
+            side = TorchSide(FLASHKDA, torch, [], graph)
+
+            def flash():
+                if not side.results:  # allocated in the first call, so that a failure is a row's
+                    B, T, H, K = x["q"].shape
+                    size = torch.ops._flashkda_C.get_workspace_size(B * T, H, case.batch)
+                    workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+                    final = torch.zeros(case.batch, H, K, K, device=self.device)
+                    side.results = (torch.empty_like(x["v"]), final, workspace)
+                out, final, workspace = side.results
+                self.flash(x, out, workspace, final)
+
+            side.functions, side.calls = [flash], 1
+            sides.append(side)
+        if self.fla_error is None and triton and case.triton:
+            sides.append(TorchSide(CHUNK, torch, [lambda: self.chunk(x)], graph))
+        return sides
+
+    def _decode(self, case: Case, workload) -> list[TorchSide]:
+        """FLA's kernel with the state in either layout; both write the same memory in turn."""
+        if self.fla_error is not None:
+            return []
+        torch = self.torch
+        B, H, K = case.batch, case.heads, case.dim
+        shared = self.tensors({n: workload.shared[n] for n in ("A_log", "dt_bias")})
+        inputs = []
+        for arrays in workload.inputs:
+            x = self.tensors(arrays)
+            qkv = {n: t.reshape(B, 1, H, K) for n, t in zip("qkv", x["qkv"], strict=True)}
+            inputs.append(qkv | {"z": x["z"][:, None], "b": x["b"][:, None]} | shared)
+        states = [0.1 * torch.randn(B, H, K, K, device=self.device) for _ in range(workload.sets)]
+        outs = [torch.empty_like(x["v"]) for x in inputs]
+
+        def calls(v_first: bool):
+            def one(at: int):
+                return lambda: self.recurrent(inputs[at], states[at], outs[at], v_first)
+
+            return [one(i % workload.sets) for i in range(workload.calls)]
+
+        names = {"FLA recurrent [V,K]": True, "FLA recurrent [K,V]": False}
+        return [TorchSide(name, torch, calls(v), True) for name, v in names.items()]
+
+    def free(self) -> None:
+        self.torch.cuda.empty_cache()
+
+    def versions(self) -> dict[str, str]:
+        found = {"torch": self.torch.__version__}
+        for path in sorted(glob.glob(str(self.site / "*.dist-info"))):
+            name, _, version = Path(path).name.removesuffix(".dist-info").partition("-")
+            found[name] = version
+        return found
+
+
+if __name__ == "__main__":
+    _shard(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
