@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.cache.state import CacheArrays
+from k3jax.cache.state import CacheArrays, KDACache, with_windows
 from k3jax.config import Config
 from k3jax.layers.decoder import DecoderLayer, Depth, DepthRead
 from k3jax.layers.norms import rms_norm
@@ -279,6 +281,71 @@ class Transformer(nnx.Module):
             partial = tokens.last(depth.partial_BTD, last_B)[:, None]
             hidden = self.final_hidden(Depth(bank, partial, depth.count, depth.layer))[:, 0]
             return self.logits(tokens.complete(hidden, last_B)), after
+
+    def verify(
+        self,
+        tokens_BT: jax.Array,
+        cache: CacheArrays,
+        accepted_B: jax.Array | None = None,
+        lengths_B: jax.Array | None = None,
+        parallel: Parallel = SINGLE,
+    ) -> tuple[jax.Array, CacheArrays]:
+        """Logits of every row of a window of drafts that does not become part of the state.
+
+        Global layers write the rows behind the length of the cache, where nothing reads them until
+        they are accepted; KDA layers keep them as `KDACache.window`.
+
+        Args:
+          cache: without windows, or with those of the verification before.
+          accepted_B: rows of the windows of ``cache`` to commit first; None if it has none.
+          lengths_B: real rows; T if None.
+        Returns:
+          (float32 logits [B, T, V], the cache with windows; its lengths count committed tokens).
+        """
+        self = self._gathered(parallel)
+        B, T = tokens_BT.shape
+        if accepted_B is None:
+            accepted_B = jnp.zeros((B,), jnp.int32)
+            cache = with_windows(cache, T, self.compute_dtype)
+        start_B = cache.lengths_B + accepted_B
+        tokens = Tokens.of(positions(start_B, T, lengths_B), parallel, accepted_B)
+        with jax.named_scope("embedding"):
+            x = self.embed_tokens(tokens_BT, tokens)
+        depth, after, _ = self.backbone(x, tokens, cache)
+        assert after is not None
+        with jax.named_scope("head"):
+            logits = self.logits(tokens.gather(self.final_hidden(depth))[0])
+        return logits, dataclasses.replace(after, lengths_B=start_B)
+
+    def commit(self, cache: CacheArrays, accepted_B: jax.Array) -> CacheArrays:
+        """The cache after the first ``accepted_B`` rows of its windows.
+
+        The windows stay in the result, so that a donated cache is reused whole.
+        """
+
+        def one(layer, cache, slot=None):
+            if not isinstance(cache, KDACache):
+                return cache
+            return layer.attention.commit(cache, accepted_B, slot)
+
+        def each(layers, caches, slot=None):
+            pairs = zip(layers, caches, strict=True)
+            return tuple(one(layer, cache, slot) for layer, cache in pairs)
+
+        period = cache.period
+        if len(self.period):
+            graphdef, experts, state = nnx.split(self.period, _is_packed_expert, ...)
+
+            def body(caches, x):
+                layer_state, slot = x
+                return each(nnx.merge(graphdef, experts, layer_state), caches, slot), None
+
+            count = self.config.schedule.num_periods
+            slots = jnp.arange(count, dtype=jnp.int32)
+            period, _ = jax.lax.scan(body, period, (state, slots))
+        lengths_B = cache.lengths_B + accepted_B
+        head, tail = each(self.head, cache.head), each(self.tail, cache.tail)
+        return CacheArrays(lengths_B, head, period, tail)
 
 
 EXPERT_WEIGHTS = ("w13_codes", "w13_scales", "w2_codes", "w2_scales")

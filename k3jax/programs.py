@@ -70,6 +70,10 @@ class Programs:
         rows of images may be left out.
       decode: ``(leaves, cache, tokens_B, lengths_B) -> (logits_BV, cache)``; lengths are 1, or 0
         for a row that stays as it is; None for all rows.
+      verify: ``(leaves, cache, tokens_BT, lengths_B, accepted_B) -> (logits_BTV, cache)`` with
+        windows of drafts; ``accepted_B`` counts in the windows that ``cache`` comes with, or is
+        None where it has none.
+      commit: ``(leaves, cache, accepted_B) -> cache``; its windows mean nothing any more.
       leaf_specs: of the parameters, in order.
       batch: the spec of arrays that lead with the batch.
     """
@@ -77,6 +81,8 @@ class Programs:
     forward: Callable[..., Any]
     prefill: Callable[..., Any]
     decode: Callable[..., Any]
+    verify: Callable[..., Any]
+    commit: Callable[..., Any]
     leaf_specs: tuple[P, ...]
     batch: P
 
@@ -111,12 +117,20 @@ class Programs:
             tokens_BT = tokens_B[:, None]
             return bind(leaves).extend(tokens_BT, cache, lengths_B, parallel(layout, "decode"))
 
+        def verify(leaves, cache, tokens_BT, lengths_B, accepted_B=None):
+            roles = parallel(layout, "decode")
+            return bind(leaves).verify(tokens_BT, cache, accepted_B, lengths_B, roles)
+
+        def commit(leaves, cache, accepted_B):
+            return bind(leaves).commit(cache, accepted_B)
+
         if layout is None:
-            return cls(forward, prefill, decode, (), P())
+            return cls(forward, prefill, decode, verify, commit, (), P())
         specs = tuple(resolve.spec(layout, v) for v in variables(module))
         batch = P(layout.batch)
         vocab = layout.over("vocab") or None
         cache = cache_specs(module.config, layout)
+        windows = cache_specs(module.config, layout, window=1)
         spread = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
 
         def spread_forward(leaves, tokens_BT, embeddings_BTD, lengths_B, *, collect=()):
@@ -133,33 +147,53 @@ class Programs:
             inputs = (leaves, arrays, tokens_BT, lengths_B, features_BTD)
             return spread(prefill, in_specs=ins, out_specs=out)(*inputs)
 
+        def spread_verify(leaves, arrays, tokens_BT, lengths_B, accepted_B=None):
+            ins = (specs, cache if accepted_B is None else windows, batch, batch, batch)
+            results = (P(layout.batch, None, vocab), windows)
+            inputs = (leaves, arrays, tokens_BT, lengths_B, accepted_B)
+            return spread(verify, in_specs=ins, out_specs=results)(*inputs)
+
         return cls(
             spread_forward,
             spread_prefill,
             spread(decode, in_specs=(specs, cache, batch, batch), out_specs=out),
+            spread_verify,
+            spread(commit, in_specs=(specs, windows, batch), out_specs=windows),
             specs,
             batch,
         )
 
 
-def abstract_cache(config: Config, batch: int, length: int, dtype) -> cache_state.CacheArrays:
-    """Shapes of the decode state of ``batch`` sequences of ``length`` tokens."""
-    return jax.eval_shape(lambda: cache_state.empty(config, batch, length, dtype))
+def abstract_cache(
+    config: Config, batch: int, length: int, dtype, window: int | None = None
+) -> cache_state.CacheArrays:
+    """Shapes of the decode state of ``batch`` sequences of ``length`` tokens, and ``window`` drafts
+    of each that wait to be committed."""
+
+    def arrays():
+        cache = cache_state.empty(config, batch, length, dtype)
+        return cache if window is None else cache_state.with_windows(cache, window, dtype)
+
+    return jax.eval_shape(arrays)
 
 
-def cache_specs(config: Config, layout: Layout) -> cache_state.CacheArrays:
+def cache_specs(
+    config: Config, layout: Layout, window: int | None = None
+) -> cache_state.CacheArrays:
     """The spec of every array of the decode state."""
-    arrays = abstract_cache(config, 1, 1, jnp.bfloat16)
+    arrays = abstract_cache(config, 1, 1, jnp.bfloat16, window)
     names = cache_state.axes(arrays)
     return jax.tree.map(
         lambda a, axes: resolve.spec(layout, resolve.Leaf(a.shape, a.dtype, axes)), arrays, names
     )
 
 
-def cache_formats(config: Config, layout: Layout, mesh: Mesh) -> cache_state.CacheArrays:
+def cache_formats(
+    config: Config, layout: Layout, mesh: Mesh, window: int | None = None
+) -> cache_state.CacheArrays:
     """Sharding and memory order of every array of the decode state."""
-    arrays = abstract_cache(config, 1, 1, jnp.bfloat16)
-    specs = cache_specs(config, layout)
+    arrays = abstract_cache(config, 1, 1, jnp.bfloat16, window)
+    specs = cache_specs(config, layout, window)
     return row_major(
         jax.tree.map(
             lambda a, spec: jax.ShapeDtypeStruct(

@@ -50,13 +50,26 @@ class Cache:
         """The device arrays (`k3jax.cache.state.CacheArrays`)."""
         if self._arrays is None:
             raise InputError(
-                "this cache was consumed by an earlier prefill or decode; use the one it returned"
+                "this cache was consumed by an earlier call; use the one that the call returned"
             )
         return self._arrays
 
     def consume(self) -> cache_state.CacheArrays:
         arrays, self._arrays = self.arrays, None
         return arrays
+
+
+class Pending(Cache):
+    """A cache and, behind its ``lengths_B``, a window of drafts that is not part of it yet.
+
+    Attributes:
+      drafts_B: [B] int32 NumPy, rows of the window.
+      window: its width, drafts of the longest row and what pads the others.
+    """
+
+    def __init__(self, arrays, lengths_B, max_length, drafts_B: np.ndarray, window: int):
+        super().__init__(arrays, lengths_B, max_length)
+        self.drafts_B, self.window = drafts_B, window
 
 
 class Model:
@@ -90,21 +103,28 @@ class Model:
         self.config: Config = module.config
         self.dtype = module.compute_dtype
         self.layout, self.mesh = layout, mesh
-        self._formats, options = None, {}
+        self._formats, windows, options = None, None, {}
         if layout is not None:
             programs.check(self.config, module, layout)
             self.mesh = mesh = mesh or make_mesh(layout)
             # Caches keep one format from call to call (`sharding.compile.row_major`).
             self._formats = programs.cache_formats(self.config, layout, mesh)
-            options["out_shardings"] = (None, self._formats)
+            windows = programs.cache_formats(self.config, layout, mesh, window=1)
             options["compiler_options"] = compiler_options(mesh)
         steps = programs.Programs.of(module, layout, mesh)
         if donate:
             options["donate_argnums"] = (1,)
+
+        def compiled(step, results):
+            shardings = {} if layout is None else {"out_shardings": results}
+            return jax.jit(step, **options, **shardings)
+
         self._batch = steps.batch
         self._forward = jax.jit(steps.forward, static_argnames=("collect",))
-        self._prefill = jax.jit(steps.prefill, **options)
-        self._decode = jax.jit(steps.decode, **options)
+        self._prefill = compiled(steps.prefill, (None, self._formats))
+        self._decode = compiled(steps.decode, (None, self._formats))
+        self._verify = compiled(steps.verify, (None, windows))
+        self._commit = compiled(steps.commit, windows)
         self._bind = lambda: nnx.merge(graphdef, jax.tree.unflatten(treedef, self._leaves))
 
     @property
@@ -115,7 +135,7 @@ class Model:
     @property
     def compilations(self) -> int:
         """Programs compiled so far by the entry points of this model."""
-        programs = (self._forward, self._prefill, self._decode)
+        programs = (self._forward, self._prefill, self._decode, self._verify, self._commit)
         return sum(f._cache_size() for f in programs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __call__(self, tokens_BT) -> jax.Array:
@@ -238,6 +258,69 @@ class Model:
         logits, arrays = self._decode(self._leaves, cache.consume(), tokens_B, lengths)
         return self._everywhere(logits)[:B], Cache(arrays, after, cache.max_length)
 
+    def verify(
+        self, tokens_BT, cache: Cache, accepted_B=None, lengths_B=None
+    ) -> tuple[jax.Array, Pending]:
+        """Logits of a window of drafts behind every row, which the cache does not hold yet.
+
+        A window is usually the last token that was chosen and guesses of what follows it. Rows of
+        it that prove right are committed by the next call, which can be another `verify`: that is
+        one program for both. The logits are those of `decode` up to rounding, since a product of
+        other size adds up in another order. State, convolution tails and greedy tokens are, bit
+        for bit, those of the same program called with one real row at a time (``lengths_B`` 1).
+
+        Args:
+          tokens_BT: [B, T] ids, not appended.
+          cache: consumed; where it is `Pending`, its window has T rows too.
+          accepted_B: [B], how many rows of the pending window to commit first; 0 drops it. None
+            for a cache without one.
+          lengths_B: [B], real rows; T if None.
+        Returns:
+          (float32 logits [B, T, V], the cache with the window pending).
+        Raises:
+          InputError: ids, lengths or counts out of range, or a row that would not fit the cache.
+        """
+        tokens_BT = self._tokens(tokens_BT, 2)
+        B, T = tokens_BT.shape
+        lengths = self._lengths(lengths_B, B, T)
+        held, accepted = cache.lengths_B, None
+        if isinstance(cache, Pending):
+            accepted = self._accepted(cache, accepted_B)
+            held = held + accepted
+            if cache.window != T:
+                raise InputError(f"a window of {T} rows where one of {cache.window} is pending")
+        elif accepted_B is not None:
+            raise InputError("accepted counts for a cache without pending drafts")
+        self._check_room(cache, B, lengths, held)
+        inputs = map(self._place, (tokens_BT, lengths, accepted))
+        logits, arrays = self._verify(self._leaves, cache.consume(), *inputs)
+        pending = Pending(arrays, held, cache.max_length, lengths, T)
+        return self._everywhere(logits)[:B], pending
+
+    def commit(self, cache: Pending, accepted_B) -> Cache:
+        """The cache with the first ``accepted_B`` [B] rows of its window; the others are dropped.
+
+        Raises:
+          InputError: a cache without drafts, or counts out of range.
+        """
+        if not isinstance(cache, Pending):
+            raise InputError("this cache has no pending drafts to commit")
+        accepted = self._accepted(cache, accepted_B)
+        arrays = self._commit(self._leaves, cache.consume(), self._place(accepted))
+        arrays = cache_state.with_windows(arrays, None)
+        return Cache(arrays, cache.lengths_B + accepted, cache.max_length)
+
+    @staticmethod
+    def _accepted(cache: Pending, accepted_B) -> np.ndarray:
+        accepted = np.asarray(accepted_B)
+        if accepted.shape != cache.drafts_B.shape or not np.issubdtype(accepted.dtype, np.integer):
+            raise InputError(f"accepted counts {accepted}: expected {cache.batch} integers")
+        if (accepted < 0).any() or (accepted > cache.drafts_B).any():
+            raise InputError(
+                f"accepted counts {accepted.tolist()}: from 0 to {cache.drafts_B.tolist()}"
+            )
+        return accepted.astype(np.int32)
+
     def _place(self, array):
         """An input with a leading batch on the layout's devices, with rows of zeros to divide."""
         if self.layout is None or array is None:
@@ -283,14 +366,18 @@ class Model:
         return lengths.astype(np.int32)
 
     @staticmethod
-    def _check_room(cache: Cache, B: int, new_B: np.ndarray):
+    def _check_room(cache: Cache, B: int, new_B: np.ndarray, held_B: np.ndarray | None = None):
         if cache.batch != B:
             raise InputError(f"{B} rows of tokens for a cache of {cache.batch} rows")
-        over = cache.lengths_B + new_B > cache.max_length
+        if held_B is None:
+            if isinstance(cache, Pending):
+                raise InputError("drafts are pending: commit them first")
+            held_B = cache.lengths_B
+        over = held_B + new_B > cache.max_length
         if over.any():
             b = int(np.argmax(over))
             raise InputError(
-                f"row {b}: {cache.lengths_B[b]} tokens in the cache and {new_B[b]} more exceed its "
+                f"row {b}: {held_B[b]} tokens in the cache and {new_B[b]} more exceed its "
                 f"length {cache.max_length}"
             )
 

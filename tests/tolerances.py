@@ -16,6 +16,8 @@ MODEL_FP32 = 2e-4
 GRADIENT_SLOPE = 2e-2  # central difference of a float32 loss, any one parameter
 GRADIENT_NOISE = 1.5e-3  # rounding of the loss, about 2e-6, over the step; measured 3.5e-4
 GRADIENT_REMAT = 5e-4  # layers recomputed or not, relative to the largest entry; measured 8e-5
+# tests/unit/test_speculative.py: KDA states after 16 tokens, decode against windows of 4 rows
+WINDOW_FP32 = 5e-5  # measured 8.3e-6
 # tests/unit/test_attention_residuals.py: max|d| / max|want|
 DEPTH_MIX_FP32 = 2e-6
 # tests/unit/test_layers.py

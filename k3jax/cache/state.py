@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import Config, LayerSpec
+from k3jax.ops.kda import Window
 
 
 @jax.tree_util.register_dataclass
@@ -20,10 +21,12 @@ class KDACache:
     """Attributes:
     state_BHVK: [B, H, V, K] float32.
     tails_3BWP: [3, B, W-1, P], pre-convolution inputs of q, k and v, model dtype, oldest first.
+    window: drafts that were run and are not part of the state; or None.
     """
 
     state_BHVK: jax.Array
     tails_3BWP: jax.Array
+    window: Window | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +56,9 @@ AXES = {
     "lengths_B": ("batch",),
     "state_BHVK": ("batch", "head_count", "head_dim", "head_dim"),
     "tails_3BWP": ("qkv", "batch", "conv", "heads"),
+    "qkv_3BTP": ("qkv", "batch", "token", "heads"),
+    "z_BTHK": ("batch", "token", "head_count", "head_dim"),
+    "b_BTH": ("batch", "token", "head_count"),
     "latent_BSC": ("batch", "cache_sequence", "kv_cache"),
     "index_key_BSK": ("batch", "cache_sequence", "index_dim"),
 }
@@ -97,6 +103,27 @@ def axes(arrays: CacheArrays) -> CacheArrays:
         return ("layers", *names) if len(leaf.shape) > len(names) else names
 
     return jax.tree_util.tree_map_with_path(one, arrays)
+
+
+def with_windows(cache: CacheArrays, length: int | None, dtype=None) -> CacheArrays:
+    """The cache with an empty window of ``length`` rows in each `KDACache`; without any if None."""
+
+    def window(state_BHVK, tails_3BWP):
+        *lead, batch, heads, _, k_dim = state_BHVK.shape
+        return Window(
+            jnp.zeros((*lead, 3, batch, length, tails_3BWP.shape[-1]), dtype),
+            jnp.zeros((*lead, batch, length, heads, k_dim), dtype),
+            jnp.zeros((*lead, batch, length, heads), dtype),
+        )
+
+    def one(c):
+        if not isinstance(c, KDACache):
+            return c
+        new = None if length is None else window(c.state_BHVK, c.tails_3BWP)
+        return dataclasses.replace(c, window=new)
+
+    groups = {name: tuple(map(one, getattr(cache, name))) for name in ("head", "period", "tail")}
+    return dataclasses.replace(cache, **groups)
 
 
 def read(stack: jax.Array, slot) -> jax.Array:

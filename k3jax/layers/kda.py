@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -32,8 +34,9 @@ class KimiDeltaAttention(nnx.Module):
         self.g_proj = make((P, D), ("heads", "embed"))
         f32 = jnp.float32
         conv_init = lambda key, shape: jax.random.uniform(key, shape, f32, -0.5, 0.5)  # noqa: E731
-        for name in ("q_conv", "k_conv", "v_conv"):
-            setattr(self, name, make((P, kda.conv_width), ("heads", "conv"), conv_init, dtype=f32))
+        self.q_conv, self.k_conv, self.v_conv = (
+            make((P, kda.conv_width), ("heads", "conv"), conv_init, dtype=f32) for _ in range(3)
+        )
         self.f_a_proj = make((K, D), ("gate_rank", "embed"))
         self.f_b_proj = make((P, K), ("heads", "gate_rank"))
         self.b_proj = make((H, D), ("head_count", "embed"))
@@ -48,7 +51,9 @@ class KimiDeltaAttention(nnx.Module):
         """Args:
           x_own: [.., D], the normed layer input of owned tokens.
           cache: of this layer, or of its stack when ``slot`` says which one; None for none.
-          tokens: padding among them (at the end of a row) changes nothing.
+          tokens: padding among them (at the end of a row) changes nothing. Drafts to verify
+            (``tokens.accepted_B``) leave the state as it is and become the window of the cache,
+            after the accepted rows of the window before them were replayed onto the state.
         Returns:
           (output of owned tokens, the cache after the tokens).
         """
@@ -57,21 +62,45 @@ class KimiDeltaAttention(nnx.Module):
         kda = self.config.kda
         H = self.A_log.shape[0]  # of this device
         valid_BT = tokens.positions_BT >= 0
-        qkv = [linear(x_BTD, w) for w in (self.q_proj, self.k_proj, self.v_proj)]
-        conv = [w[...] for w in (self.q_conv, self.k_conv, self.v_conv)]
+        q, k, v = (linear(x_BTD, w) for w in (self.q_proj, self.k_proj, self.v_proj))
+        conv = (self.q_conv[...], self.k_conv[...], self.v_conv[...])
         z = linear(linear(x_BTD, self.f_a_proj), self.f_b_proj).reshape(B, T, H, -1)
         b = linear(x_BTD, self.b_proj)
         gate = linear(x_BTD, self.g_proj).reshape(B, T, H, -1)
         A_log, dt_bias = self.A_log[...], self.dt_bias[...].reshape(H, -1)
         norm, eps = self.o_norm[...], self.config.rms_norm_eps
 
+        if tokens.accepted_B is not None:
+            assert cache is not None
+            o, state, tails, drafts = kda_op.replay_and_verify(
+                jax.tree.map(lambda a: read(a, slot), cache.window),
+                tokens.accepted_B,
+                (q, k, v),
+                z,
+                b,
+                gate,
+                conv,
+                A_log,
+                dt_bias,
+                norm,
+                cache.state_BHVK,
+                cache.tails_3BWP,
+                lower_bound=kda.gate_lower_bound,
+                eps=eps,
+                lengths_B=jnp.sum(valid_BT, axis=1, dtype=jnp.int32),
+                slot=slot,
+            )
+            window = jax.tree.map(lambda a, new: replace(a, new, slot), cache.window, drafts)
+            out = tokens.contract(o.reshape(B, T, -1), self.o_proj, x_own.dtype)
+            return out, KDACache(state, tails, cast(kda_op.Window, window))
+
         if T == 1 and cache is not None:
-            o, *new = kda_op.kda_decode(
-                tuple(x[:, 0] for x in qkv),
+            o, state, tails = kda_op.kda_decode(
+                (q[:, 0], k[:, 0], v[:, 0]),
                 z[:, 0],
                 b[:, 0],
                 gate[:, 0],
-                tuple(conv),
+                conv,
                 A_log,
                 dt_bias,
                 norm,
@@ -83,17 +112,19 @@ class KimiDeltaAttention(nnx.Module):
                 slot=slot,
             )
             out = tokens.contract(o.reshape(B, 1, -1), self.o_proj, x_own.dtype)
-            return out, KDACache(*new)
+            return out, KDACache(state, tails)
 
         lengths_B = jnp.sum(valid_BT, axis=1, dtype=jnp.int32)
         tails = [None] * 3 if cache is None else read(cache.tails_3BWP, slot)
         mixed, new_tails = [], []
-        for x, w, tail in zip(qkv, conv, tails, strict=True):
+        for x, w, tail in zip((q, k, v), conv, tails, strict=True):
             y, new_tail = short_conv(x, w, tail, lengths_B)
             mixed.append(y.reshape(B, T, H, -1))
             new_tails.append(new_tail)
         o, state = kda_op.gated_kda(
-            *mixed,
+            mixed[0],
+            mixed[1],
+            mixed[2],
             z,
             b,
             A_log,
@@ -110,3 +141,22 @@ class KimiDeltaAttention(nnx.Module):
             replace(cache.state_BHVK, state, slot),
             replace(cache.tails_3BWP, jnp.stack(new_tails), slot),
         )
+
+    def commit(self, cache: KDACache, accepted_B: jax.Array, slot=None) -> KDACache:
+        """The cache after the first ``accepted_B`` rows of its window; the window stays as it is.
+
+        ``cache`` is of this layer, or of its stack when ``slot`` says which one.
+        """
+        A_log = self.A_log[...]
+        state, tails = kda_op.commit(
+            jax.tree.map(lambda a: read(a, slot), cache.window),
+            accepted_B,
+            (self.q_conv[...], self.k_conv[...], self.v_conv[...]),
+            A_log,
+            self.dt_bias[...].reshape(len(A_log), -1),
+            cache.state_BHVK,
+            cache.tails_3BWP,
+            lower_bound=self.config.kda.gate_lower_bound,
+            slot=slot,
+        )
+        return KDACache(state, tails, cache.window)

@@ -32,18 +32,23 @@ class Tokens:
       own_positions: of owned tokens; -1 also where a device owns less than n.
       cache_positions_BT: of every sequence of which this device holds cache rows.
       parallel: roles of the mesh axes.
+      accepted_B: given where the tokens are drafts to verify: how many rows of the drafts before
+        them become part of the state first.
     """
 
     positions_BT: jax.Array
     own_positions: jax.Array
     cache_positions_BT: jax.Array
     parallel: Parallel = dataclasses.field(metadata={"static": True})
+    accepted_B: jax.Array | None = None
 
     @classmethod
-    def of(cls, positions_BT: jax.Array, parallel: Parallel) -> Tokens:
+    def of(
+        cls, positions_BT: jax.Array, parallel: Parallel, accepted_B: jax.Array | None = None
+    ) -> Tokens:
         with jax.named_scope("embedding"):
             everyone = collectives.all_gather(positions_BT, parallel.sequence_batch, 0)
-        tokens = cls(positions_BT, positions_BT, everyone, parallel)
+        tokens = cls(positions_BT, positions_BT, everyone, parallel, accepted_B)
         return dataclasses.replace(tokens, own_positions=tokens.own(positions_BT, -1))
 
     @property

@@ -18,7 +18,7 @@ ALLOWED = {
     "config_hf": {"config", "config_rules", "errors"},
     "config_rules": {"config", "errors"},
     "config_write": {"config", "config_rules", "errors"},
-    "cache": {"config", "errors"},
+    "cache": {"config", "ops", "errors"},
     "layers": {"config", "cache", "ops", "quantization", "layers", "errors"},
     "model": {"config", "cache", "layers", "errors"},
     "runtime": {"config", "cache", "model", "programs", "errors"},

@@ -7,11 +7,14 @@ from k3jax.ops.kda.core import IMPLEMENTATIONS, decay, kda, l2norm
 from k3jax.ops.kda.decode import gated_norm, kda_decode
 from k3jax.ops.kda.gated import gated_kda
 from k3jax.ops.kda.sequence_parallel import sequence_parallel_conv, sequence_parallel_kda
+from k3jax.ops.kda.speculative import Window, commit, replay_and_verify, verify_window
 from k3jax.ops.kda.xla import chunk_maps, compose
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Window",
     "chunk_maps",
+    "commit",
     "compose",
     "decay",
     "gated_kda",
@@ -19,6 +22,8 @@ __all__ = [
     "kda",
     "kda_decode",
     "l2norm",
+    "replay_and_verify",
     "sequence_parallel_conv",
     "sequence_parallel_kda",
+    "verify_window",
 ]

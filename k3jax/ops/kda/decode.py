@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from k3jax.errors import InputError
 from k3jax.ops import target
 from k3jax.ops.kda import mosaic_gpu_decode, mosaic_tpu_decode
 from k3jax.ops.kda.choice import Kernel, select
-from k3jax.ops.kda.core import describe, expect
-from k3jax.ops.kda.gated import gated_kda
+from k3jax.ops.kda.core import describe, expect, kda, zero_unless
+from k3jax.ops.kda.gated import normalised
 from k3jax.ops.short_conv import short_conv
 
 _log = logging.getLogger(__name__)
@@ -25,45 +25,47 @@ def gated_norm(o: Array, gate: Array, norm_V: Array, eps: float) -> Array:
     return (wide * scale * norm_V * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
 
 
-def _xla(qkv_3BP, z_BHK, b_BH, gate_BHV, weights, state_BHVK, tails_3BWP, valid_B, bound, eps):
+def _xla(inputs, weights, state, tails, valid_B, slot, bound, eps):
+    """The layer is taken out of its stack and put back.
+
+    The barriers keep XLA from fusing a stage with what surrounds it, and so from summing in
+    another order: a step gives the same bits in every program (`k3jax.ops.kda.speculative`). They
+    stand at small arrays only; a barrier at the state would copy it.
+    """
+    qkv_3BP, z_BHK, b_BH, gate_BHV = inputs
+    qkv_3BP, z_BHK, b_BH, valid_B = _apart((qkv_3BP, z_BHK, b_BH, valid_B))
     conv_3PW, A_log_H, dt_bias_HK, norm_V = weights
     lengths_B = None if valid_B is None else valid_B.astype(jnp.int32)
+    valid_B1 = None if valid_B is None else valid_B[:, None]
     mixed, new_tails = [], []
-    for x_BP, w_PW, tail_BWP in zip(qkv_3BP, conv_3PW, tails_3BWP, strict=True):
+    for x_BP, w_PW, tail_BWP in zip(qkv_3BP, conv_3PW, _take(tails, slot), strict=True):
         y_B1P, tail_BWP = short_conv(x_BP[:, None], w_PW, tail_BWP, lengths_B)
         mixed.append(y_B1P.reshape(*y_B1P.shape[:2], b_BH.shape[1], -1))
         new_tails.append(tail_BWP)
-    o_B1HV, state_BHVK = gated_kda(
-        *mixed,
-        z_BHK[:, None],
-        b_BH[:, None],
-        A_log_H,
-        dt_bias_HK,
-        state_BHVK,
-        lower_bound=bound,
-        lengths_B=lengths_B,
-        implementation="xla",
-    )
-    o_BHV = gated_norm(o_B1HV[:, 0], gate_BHV, norm_V, eps)
-    if valid_B is not None:  # zeros, unless the gate of a row that is none holds NaN
-        o_BHV = jnp.where(valid_B[:, None, None], o_BHV, jnp.zeros_like(o_BHV))
-    return o_BHV, state_BHVK, jnp.stack(new_tails)
+    mixed = _apart((*mixed, z_BHK[:, None], b_BH[:, None]))
+    q, k, v, g, beta = _apart(normalised(mixed, A_log_H, dt_bias_HK, bound))
+    o_B1HV, new_state_BHVK = kda(q, k, v, g, beta, _take(state, slot), valid_BT=valid_B1)
+    o_BHV, gate_BHV = _apart((o_B1HV[:, 0], gate_BHV))
+    o_BHV = _apart(gated_norm(o_BHV, gate_BHV, norm_V, eps))
+    o_BHV = o_BHV if valid_B is None else zero_unless(valid_B1, o_BHV)
+    return o_BHV, _put(state, new_state_BHVK, slot), _put(tails, jnp.stack(new_tails), slot)
 
 
-def _xla_of_stack(inputs, weights, state, tails, valid_B, slot, bound, eps):
-    """The portable form takes its layer out of the stack and puts it back."""
-    if slot is None:
-        return _xla(*inputs, weights, state, tails, valid_B, bound, eps)
-    layer = [jax.lax.dynamic_index_in_dim(x, slot, 0, keepdims=False) for x in (state, tails)]
-    o_BHV, *new = _xla(*inputs, weights, *layer, valid_B, bound, eps)
-    put = jax.lax.dynamic_update_index_in_dim
-    return o_BHV, *(put(x, y, slot, 0) for x, y in zip((state, tails), new, strict=True))
+_apart = lax.optimization_barrier
+
+
+def _take(stack, slot):
+    return stack if slot is None else lax.dynamic_index_in_dim(stack, slot, 0, keepdims=False)
+
+
+def _put(stack, layer, slot):
+    return layer if slot is None else lax.dynamic_update_index_in_dim(stack, layer, slot, 0)
 
 
 # name -> f((qkv, z, b, gate), (conv, A_log, dt_bias, norm), state, tails, valid or None,
 #           slot or None, lower_bound, eps) -> (o, state, tails)
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array, Array]]] = {
-    "xla": _xla_of_stack,
+    "xla": _xla,
     "mosaic_gpu": mosaic_gpu_decode.kda_decode,
     "mosaic_tpu": mosaic_tpu_decode.kda_decode,
 }
