@@ -194,47 +194,49 @@ def decode64(token, weights, state, tails, lower_bound=-5.0):
     return reference.kda_decode(*leaves, lower_bound=lower_bound, eps=EPS, rounded=rounded)
 
 
+def check_steps(implementation, steps, batch, heads):
+    """Rows that are not valid hold NaN and keep every bit; so do the other layers."""
+    rng = np.random.default_rng(20)
+    layers, slot = 3, 1
+    token, weights, state, tails = decode_inputs(rng, implementation.dtype, batch, heads, layers)
+    state[slot, 0, 0, 0, 0], state[slot, 0, -1, -1, -1] = 65536, 1e6
+    state[slot, 1, 0, 0, :2] = -0.0, 1e-42
+    state[0, 0, 0, 0, 0] = np.nan
+    exact_state, exact_tails = state[slot].astype(np.float64), wide(tails[slot])
+    for t in range(steps):
+        token = decode_inputs(rng, implementation.dtype, batch, heads)[0]
+        valid = rng.uniform(size=batch) < 0.8
+        valid[0], valid[1] = True, t >= steps // 2
+        poisoned = jax.tree.map(
+            lambda x, v=valid: np.where(
+                v.reshape(-1, *[1] * (x.ndim - 1)), x, np.asarray(np.nan, x.dtype)
+            ),
+            token,
+        )
+        o, new_state, new_tails = step(implementation)(
+            poisoned, weights, state, tails, valid, np.int32(slot)
+        )
+        expected_o, *expected = decode64(token, weights, exact_state, exact_tails)
+        exact_state = np.where(valid[:, None, None, None], expected[0], exact_state)
+        exact_tails = np.where(valid[:, None, None], expected[1], exact_tails)
+        errors = kda_cases.errors_by_row(o, np.where(valid[:, None, None], expected_o, 0))
+        assert (errors[valid] <= implementation.step).all(), (t, errors)
+        assert not o[~valid].any()
+        assert (wide(new_tails[slot]) == exact_tails).all()
+        for old, new, axis in ((state, new_state, 0), (tails, new_tails, 1)):
+            assert np.delete(new, slot, 0).tobytes() == np.delete(old, slot, 0).tobytes()
+            kept = [np.compress(~valid, x[slot], axis).tobytes() for x in (old, new)]
+            assert kept[0] == kept[1]
+        state, tails = new_state, new_tails
+    errors = kda_cases.errors_by_row(state[slot], exact_state)
+    assert (errors <= implementation.step).all(), errors
+
+
 class DecodeContract:
     """What every implementation of `kda_decode` must satisfy."""
 
     def test_72_steps_in_a_stack(self, implementation):
-        """Rows that are not valid hold NaN and keep every bit; so do the other layers."""
-        rng = np.random.default_rng(20)
-        batch, heads, layers, slot = 5, 3, 3, 1
-        token, weights, state, tails = decode_inputs(
-            rng, implementation.dtype, batch, heads, layers
-        )
-        state[slot, 0, 0, 0, 0], state[slot, 0, -1, -1, -1] = 65536, 1e6
-        state[slot, 1, 0, 0, :2] = -0.0, 1e-42
-        state[0, 0, 0, 0, 0] = np.nan
-        exact_state, exact_tails = state[slot].astype(np.float64), wide(tails[slot])
-        for t in range(72):
-            token = decode_inputs(rng, implementation.dtype, batch, heads)[0]
-            valid = rng.uniform(size=batch) < 0.8
-            valid[0], valid[1] = True, t >= 40
-            poisoned = jax.tree.map(
-                lambda x, v=valid: np.where(
-                    v.reshape(-1, *[1] * (x.ndim - 1)), x, np.asarray(np.nan, x.dtype)
-                ),
-                token,
-            )
-            o, new_state, new_tails = step(implementation)(
-                poisoned, weights, state, tails, valid, np.int32(slot)
-            )
-            expected_o, *expected = decode64(token, weights, exact_state, exact_tails)
-            exact_state = np.where(valid[:, None, None, None], expected[0], exact_state)
-            exact_tails = np.where(valid[:, None, None], expected[1], exact_tails)
-            errors = kda_cases.errors_by_row(o, np.where(valid[:, None, None], expected_o, 0))
-            assert (errors[valid] <= implementation.step).all(), (t, errors)
-            assert not o[~valid].any()
-            assert (wide(new_tails[slot]) == exact_tails).all()
-            for old, new, axis in ((state, new_state, 0), (tails, new_tails, 1)):
-                assert np.delete(new, slot, 0).tobytes() == np.delete(old, slot, 0).tobytes()
-                kept = [np.compress(~valid, x[slot], axis).tobytes() for x in (old, new)]
-                assert kept[0] == kept[1]
-            state, tails = new_state, new_tails
-        errors = kda_cases.errors_by_row(state[slot], exact_state)
-        assert (errors <= implementation.step).all(), errors
+        check_steps(implementation, steps=72, batch=5, heads=3)
 
     @pytest.mark.parametrize(("batch", "heads"), [(1, 2), (12, 4), (16, 1)])
     def test_batches_without_a_stack(self, implementation, batch, heads):

@@ -24,6 +24,7 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 LANE = plgpu.LoweringSemantics.Lane
 LOG2E = math.log2(math.e)
+Interpret = bool | plgpu.InterpretGPUParams  # whether to run in interpret mode, on a CPU, and how
 
 
 def smem(shape: tuple[int, ...], dtype):
@@ -32,6 +33,11 @@ def smem(shape: tuple[int, ...], dtype):
     columns = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def mode(interpret: Interpret) -> plgpu.InterpretGPUParams | None:
+    """What `plgpu.kernel` takes."""
+    return plgpu.InterpretGPUParams() if interpret is True else interpret or None
 
 
 def iota(shape: tuple[int, int], axis: int):

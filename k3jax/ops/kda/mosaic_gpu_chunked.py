@@ -49,10 +49,12 @@ from k3jax.ops.mosaic_gpu import (
     LOG2E,
     ROWS,
     WGMMA,
+    Interpret,
     by_column,
     by_row,
     first_row,
     iota,
+    mode,
     products,
     sigmoid,
     smem,
@@ -390,7 +392,7 @@ def _solve(q, k, z, b_BHT, rate_H, dt_bias_HK, lower_bound, at: _Place, interpre
                 unsafe_no_auto_barriers=True,
                 reduction_scratch_bytes=0,  # no sum leaves its warp
             ),
-            interpret=_mode(interpret),
+            interpret=mode(interpret),
         )(*flat, b_BHT, rate_H, dt_bias_HK, at.real_N, at.first)
     )
 
@@ -548,12 +550,8 @@ def _scan(
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=LANE, approx_math=True),
-        interpret=_mode(interpret),
+        interpret=mode(interpret),
     )(*solved, v_BTP, entry_SHVK, at.real_N, begin_S, count_S, at.first, o)
-
-
-def _mode(interpret):
-    return plgpu.InterpretGPUParams() if interpret else None
 
 
 def _stretches(solved, v_BTP, state_SHVK, begin_S, count_S, at: _Place, stretches, interpret):
@@ -593,13 +591,13 @@ def gated_kda(
     lower_bound: float,
     packing: Packing | None = None,
     *,
-    interpret: bool = False,
+    interpret: Interpret = False,
     stretches: int | None = None,
 ) -> tuple[Array, Array]:
     """See `k3jax.ops.kda.gated_kda`; inputs as `refusal` wants them.
 
     Args:
-      interpret: whether to run in interpret mode, on a CPU.
+      interpret: whether to run in interpret mode, on a CPU; with parameters, how.
       stretches: into how many a sequence is cut in the second kernel; chosen by default.
     """
     inputs = [q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH]

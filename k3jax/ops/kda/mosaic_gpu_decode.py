@@ -20,7 +20,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.ops.mosaic_gpu import COLUMNS, LANE, LOG2E, ROWS, WGMMA, by_column, by_row, sigmoid, smem
+from k3jax.ops.mosaic_gpu import (
+    COLUMNS,
+    LANE,
+    LOG2E,
+    ROWS,
+    WGMMA,
+    Interpret,
+    by_column,
+    by_row,
+    mode,
+    sigmoid,
+    smem,
+)
 
 DIM = 128  # K and V
 HALF = 64  # of V
@@ -132,12 +144,12 @@ def _kernel(
 
 
 def kda_decode(
-    inputs, weights, state, tails, valid_B, slot, lower_bound, eps, *, interpret: bool = False
+    inputs, weights, state, tails, valid_B, slot, lower_bound, eps, *, interpret: Interpret = False
 ):
     """See `k3jax.ops.kda.kda_decode`; arguments as in the table of implementations.
 
     Args:
-      interpret: whether to run in interpret mode, on a CPU.
+      interpret: whether to run in interpret mode, on a CPU; with parameters, how.
     """
     qkv_3BP, z_BHK, b_BH, gate_BHV = inputs
     conv_3PW, A_log_H, dt_bias_HK, norm_V = weights
@@ -161,7 +173,7 @@ def kda_decode(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=LANE, approx_math=True, unsafe_no_auto_barriers=True
         ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=mode(interpret),
     )(
         *qkv_3BP,
         z_BHK.reshape(batch, heads * DIM),
