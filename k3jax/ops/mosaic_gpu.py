@@ -31,8 +31,9 @@ def smem(shape: tuple[int, ...], dtype):
     """Shared memory that a warpgroup product and a bulk copy can both read: rows of 128 bytes,
     swizzled."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def mode(interpret: Interpret) -> plgpu.InterpretGPUParams | None:
@@ -64,7 +65,7 @@ def _value(x):
     return (x if isinstance(x, jax.Array) else x[...]).astype(jnp.float32)
 
 
-def products(*sums, interpret):
+def products(*sums, interpret) -> list[jax.Array]:
     """Sums of matrix products in float32, all in flight at once.
 
     Args:
@@ -95,7 +96,9 @@ def products(*sums, interpret):
             return [accumulator[...] for accumulator in accumulators]
 
         return pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for shape, _, _ in sums])
-    return pl.run_state(issue)([plgpu.ACC.init(initial) for _, initial, _ in sums])
+    # Typed as references, which it turns into arrays.
+    values = pl.run_state(issue)([plgpu.ACC.init(initial) for _, initial, _ in sums])
+    return values  # pyright: ignore[reportReturnType]
 
 
 def first_row(x_MN, *, interpret):
@@ -115,4 +118,4 @@ def first_row(x_MN, *, interpret):
         registers = x.registers[0, :, 0, 0, 0].reshape(layout.registers_shape(shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return pick(x_MN)
+    return pick(x_MN)  # pyright: ignore[reportCallIssue]  # it passes the first one itself

@@ -1,6 +1,8 @@
 """`kda_decode` at the head size of the kernels, and the choice of implementations of both ops."""
 
+import functools
 import logging
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +15,14 @@ from kda_kernels import (
     EPS,
     IMPLEMENTATIONS,
     D,
-    Implementation,
     decode_inputs,
-    interpreted,
     raw,
     wide,
 )
 
 from k3jax.errors import InputError
 from k3jax.ops import kda as kda_op
+from k3jax.ops import target
 from k3jax.ops.kda import mosaic_tpu_chunked, mosaic_tpu_decode
 
 
@@ -54,51 +55,86 @@ def test_memory_of_a_tpu():
 
 
 OPS = {
-    "gated_kda": lambda width, dtype, **how: kda_op.gated_kda(
+    "gated_kda": lambda width, dtype, bound=-5.0, **how: kda_op.gated_kda(
         *(np.zeros((1, 2, 3, width), dtype) for _ in range(4)), np.zeros((1, 2, 3), dtype),
-        np.zeros(3, np.float32), np.zeros((3, width), np.float32), lower_bound=-5.0, **how,
+        np.zeros(3, np.float32), np.zeros((3, width), np.float32), lower_bound=bound, **how,
     ),
-    "kda_decode": lambda width, dtype, **how: kda_op.kda_decode(
+    "kda_decode": lambda width, dtype, bound=-5.0, **how: kda_op.kda_decode(
         tuple(np.zeros((1, 3 * width), dtype) for _ in range(3)), np.zeros((1, 3, width), dtype),
         np.zeros((1, 3), dtype), np.zeros((1, 3, width), dtype),
         tuple(np.zeros((3 * width, 4), np.float32) for _ in range(3)), np.zeros(3, np.float32),
         np.zeros((3, width), np.float32), np.zeros(width, np.float32),
         np.zeros((1, 3, width, width), np.float32), np.zeros((3, 1, 3, 3 * width), dtype),
-        lower_bound=-5.0, eps=EPS, **how,
+        lower_bound=bound, eps=EPS, **how,
     ),
 }  # fmt: skip
+
+
+HOPPER, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
+BF16, F32, F16 = jnp.bfloat16, np.float32, np.float16
+CHOICES = [
+    ("cpu", 128, F32, -5.0, "xla (no kernel for cpu)"),
+    ("TPU v5", 128, F32, -5.0, "mosaic_tpu (for TPU v5)"),
+    ("TPU7x", 16, F32, -5.0, "xla (mosaic_tpu: K is 16, no multiple of 128 lanes)"),
+    ("TPU v6 lite", 128, F16, -5.0, "xla (mosaic_tpu: q is float16, not float32 or bfloat16)"),
+    ("TPU v3", 128, F32, -5.0, "xla (no kernel for TPU v3)"),
+    (HOPPER, 128, BF16, -5.0, f"mosaic_gpu (for {HOPPER})"),
+    ("NVIDIA H100 80GB HBM3", 128, BF16, -1.0, "mosaic_gpu (for NVIDIA H100 80GB HBM3)"),
+    (HOPPER, 64, BF16, -5.0, "xla (mosaic_gpu: K = 64, V = 64, not 128)"),
+    (A100, 128, BF16, -5.0, f"xla (no kernel for {A100})"),
+]
+TOO_LOW = "decays of 16 rows below -5.0 overflow)"
+CHOICES_OF = {
+    "gated_kda": [
+        (HOPPER, 128, F32, -5.0, "xla (mosaic_gpu: q is float32, not bfloat16)"),
+        (HOPPER, 128, BF16, -6.0, f"xla (mosaic_gpu: lower bound -6.0: {TOO_LOW}"),
+        (HOPPER, 128, BF16, None, f"xla (mosaic_gpu: lower bound None: {TOO_LOW}"),
+    ],
+    "kda_decode": [
+        (HOPPER, 128, F32, -6.0, f"mosaic_gpu (for {HOPPER})"),
+        (HOPPER, 128, F16, -5.0, "xla (mosaic_gpu: q is float16, not bfloat16 or float32)"),
+        (HOPPER, 128, BF16, None, "xla (mosaic_gpu: the gate has no lower bound)"),
+    ],
+}
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_dispatch(op, caplog):
     """auto takes the kernel of the device, or the portable form with the reason in the log."""
-    cases = [
-        ("cpu", 128, np.float32, "xla (no kernel for cpu)"),
-        ("TPU v5", 128, np.float32, "mosaic_tpu (for TPU v5)"),
-        ("TPU7x", 16, np.float32, "xla (mosaic_tpu: K is 16, no multiple of 128 lanes)"),
-        ("TPU v6 lite", 128, np.float16, "xla (mosaic_tpu: q is float16, not float32 or bfloat16)"),
-        ("TPU v3", 128, np.float32, "xla (no kernel for TPU v3)"),
-    ]
     with caplog.at_level(logging.DEBUG, logger="k3jax.ops.kda"):
-        for device, width, dtype, message in cases:
-            implementation = Implementation("mosaic_tpu", device=device, patches=interpreted)
+        for device, width, dtype, bound, message in CHOICES + CHOICES_OF[op]:
             caplog.clear()
-            with implementation.running():
-                OPS[op](width, dtype)
+            with mock.patch.object(target, "device_kind", return_value=device):
+                jax.eval_shape(functools.partial(OPS[op], width, dtype, bound))
             assert any(f"{op}: {message}" in m for m in caplog.messages), caplog.messages
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("device", "width", "dtype", "message"),
+    ("device", "width", "dtype", "bound", "message"),
     [
-        ("cpu", 128, np.float32, "mosaic_tpu does not run on cpu"),
-        ("NVIDIA H200", 128, np.float32, "mosaic_tpu does not run on NVIDIA H200"),
-        ("TPU v5", 64, np.float32, "mosaic_tpu cannot run: K is 64"),
-        ("TPU v5", 128, np.float16, "mosaic_tpu cannot run: q is float16"),
+        ("cpu", 128, F32, -5.0, "mosaic_tpu does not run on cpu"),
+        (HOPPER, 128, F32, -5.0, "mosaic_tpu does not run on NVIDIA H200"),
+        ("TPU v5", 64, F32, -5.0, "mosaic_tpu cannot run: K is 64"),
+        ("TPU v5", 128, F16, -5.0, "mosaic_tpu cannot run: q is float16"),
+        ("cpu", 128, BF16, -5.0, "mosaic_gpu does not run on cpu"),
+        ("TPU v5", 128, BF16, -5.0, "mosaic_gpu does not run on TPU v5"),
+        (A100, 128, BF16, -5.0, "mosaic_gpu does not run on NVIDIA A100"),
+        (HOPPER, 64, BF16, -5.0, "mosaic_gpu cannot run: K = 64, V = 64, not 128"),
+        (HOPPER, 128, F16, -5.0, "mosaic_gpu cannot run: q is float16, not bfloat16"),
+        (HOPPER, 128, BF16, None, "mosaic_gpu cannot run: .*lower bound"),
     ],
 )
-def test_a_named_kernel_refuses(op, device, width, dtype, message):
-    running = Implementation("mosaic_tpu", device=device, patches=interpreted).running()
+def test_a_named_kernel_refuses(op, device, width, dtype, bound, message):
+    name = message.split()[0]
+    running = mock.patch.object(target, "device_kind", return_value=device)
     with running, pytest.raises(InputError, match=f"{op}: {message}"):
-        OPS[op](width, dtype, implementation="mosaic_tpu")
+        OPS[op](width, dtype, bound, implementation=name)
+
+
+def test_the_prefill_kernel_of_gpus_refuses():
+    """What its products of 16-bit numbers cannot hold, and the decode kernel takes."""
+    with mock.patch.object(target, "device_kind", return_value=HOPPER):
+        for dtype, bound, message in ((F32, -5.0, "q is float32"), (BF16, -6.0, "bound -6.0")):
+            with pytest.raises(InputError, match=f"gated_kda: mosaic_gpu cannot run: .*{message}"):
+                OPS["gated_kda"](128, dtype, bound, implementation="mosaic_gpu")

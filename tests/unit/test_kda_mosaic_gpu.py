@@ -6,6 +6,7 @@ implementations runs on the hardware, in tests/gpu.
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax._src import source_info_util
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
-from kda_contract import REGIMES, check, check_steps, decode64, float64, padded, runner
+from kda_contract import REGIMES, check, check_steps, float64, padded, runner
 from kda_kernels import EPS, D, Implementation, decode_inputs, raw, wide
 
 from k3jax.ops import kda as kda_op
@@ -35,7 +36,9 @@ def interpreted():
     ]
 
 
-# TODO limits
+# Measured: outputs 8.2e-3 (one token, zero state), states 6.3e-3 (two directions), 3.3e-2 where
+# keys are nearly alike. A step of the decode kernel rounds where the reference does: states are
+# within 1.7e-7, but a last bit that falls the other way costs 3.9e-3 in bfloat16.
 MOSAIC_GPU = Implementation(
     "mosaic_gpu", bf16, (), output=1e-2, state=8e-3, alike=4e-2, step=4e-3,
     device="NVIDIA H200", patches=interpreted,
@@ -160,76 +163,82 @@ def test_packed_sequences_are_those_run_alone():
             assert same_bits(after[n], alone[1][0])
 
 
-def test_decode_steps_in_a_stack():
-    check_steps(MOSAIC_GPU, steps=6, batch=3, heads=2)
+@pytest.mark.parametrize(("dtype", "limit"), [(bf16, 4e-3), (f32, 3e-6)])
+def test_decode_steps_in_a_stack(dtype, limit):
+    check_steps(replace(MOSAIC_GPU, dtype=dtype, step=limit), steps=5, batch=3, heads=2)
 
 
-# What the detector reports and why it is none: (function that accesses, other function).
-# Both warpgroups write the same masks, each for itself, and read what either wrote.
-# Loads of decays and of b stand before a copy over what they read, ordered by a barrier but with
-# no fence between threads and copies: a load whose value is used has read.
-KNOWN = {
-    ("_solve_kernel", "_solve_kernel"), ("_value", "_solve_kernel"), ("copy", "step"), ("_", "beta"),
-}  # fmt: skip
+# What the detector reports and is none: (function that accesses, the other one, same warpgroup).
+# Both warpgroups write the same masks, each for itself, and read what either has written.
+MASKS = {("_solve_kernel", "_solve_kernel", False), ("_value", "_solve_kernel", False)}
+# Loads of decays and of b stand before a copy over what they read, with a barrier between them but
+# no fence, which orders stores: a load has happened when its value is used.
+LOADS = {("copy", "step", False), ("_", "beta", True)}
 
 
 @pytest.fixture
 def races(monkeypatch, caplog):
-    """f(function) -> [(function that accesses, other function)] of the races found.
+    """f(function) -> races found, as in `MASKS`.
 
-    Warpgroup products read shared memory as bulk copies do: they see what threads wrote before a
-    `commit_smem`. Interpret mode reads for them as a thread; here the detector takes such a read
-    for what it stands for.
+    Warpgroup products read shared memory as bulk copies do: they see what a thread wrote before a
+    `commit_smem`. Interpret mode reads for them as a thread; here such a read, in `_value`, counts
+    as what it stands for.
     """
-    check_read = race_detection_state.GPURaceDetectionState.check_read
+    detector = race_detection_state.GPURaceDetectionState
+    as_thread = detector.check_read
 
-    def check(self, thread, clock, key, access, source_info=None):
+    def check_read(self, thread, clock, buffer, access, source_info=None):
         if source_info and source_info_util.summarize(source_info).endswith("(_value)"):
             memory = gpu_callbacks._get_shared_memory()
             unit = memory.get_next_tma_thread_id()
             with memory.lock:
                 memory.clocks[thread].inc(unit)
                 clock = memory.clocks[thread].async_smem_clock.copy()
-        check_read(self, thread, clock, key, access, source_info)
+        as_thread(self, thread, clock, buffer, access, source_info)
 
-    monkeypatch.setattr(race_detection_state.GPURaceDetectionState, "check_read", check)
-    mode = plgpu.InterpretGPUParams(detect_races=True, on_race="warn")
+    monkeypatch.setattr(detector, "check_read", check_read)
+    warn = {"on_race": "warn"} if hasattr(plgpu.InterpretGPUParams, "on_race") else {}  # jax 0.12
+    mode = plgpu.InterpretGPUParams(detect_races=True, **warn)
+    side = r"warpgroup_id=(\d).*\((?:\w+\.|<locals>\.)*(\w+)\)$"
 
     def found(function):
         caplog.clear()
         jax.block_until_ready(function(interpret=mode))
-        text = [m for m in caplog.messages if "RACE DETECTED" in m]
-        assert bool(text) == gpu_callbacks.get_races().races_found or len(text)
-        frames = [re.findall(r"\((?:\w+\.<locals>\.)*(\w+)\)$", m, re.MULTILINE) for m in text]
-        assert all(len(pair) == 2 for pair in frames), text
-        return {tuple(pair) for pair in frames}
+        pairs = set()
+        for message in caplog.messages:
+            if "RACE DETECTED" in message:
+                (one, at), (other, where) = re.findall(side, message, re.MULTILINE)
+                pairs.add((at, where, one == other))
+        return pairs
 
     return found
 
 
-@pytest.mark.parametrize("commit", [True, False])
-def test_races(races, monkeypatch, commit):
-    """Three chunks, so that all places are used again; without fences races are found."""
-    inputs = raw(kda_cases.batch(8, 2, 130, 2, D, D, ["random"]), bf16)
+@pytest.fixture
+def prefill_of_two_stretches():
+    """Three chunks each, the last with 10 rows: every place in shared memory is used again."""
+    inputs = raw(kda_cases.batch(8, 1, 330, 1, D, D, ["random"]), bf16)
     inputs = [jnp.asarray(x) for x in inputs]
+    return functools.partial(mosaic_gpu_chunked.gated_kda, *inputs, None, BOUND, stretches=2)
+
+
+@pytest.fixture
+def decode_step():
     tokens = jax.tree.map(jnp.asarray, decode_inputs(np.random.default_rng(9), bf16, 2, 2, 2))
-    if not commit:
-        monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
-    prefill = races(
-        functools.partial(mosaic_gpu_chunked.gated_kda, *inputs, i32([130, 65]), BOUND)
-    )
-    step = races(
-        functools.partial(
-            mosaic_gpu_decode.kda_decode, *tokens, jnp.array([True, False]), i32(1), BOUND, EPS
-        )
-    )
-    print(prefill, step)
-    if commit:
-        assert prefill <= KNOWN
-        assert not step
-    else:
-        assert prefill - KNOWN
-        assert step
+    valid = jnp.array([True, False])
+    return functools.partial(mosaic_gpu_decode.kda_decode, *tokens, valid, i32(1), BOUND, EPS)
+
+
+def test_no_races(races, prefill_of_two_stretches, decode_step):
+    assert races(prefill_of_two_stretches) == MASKS | LOADS
+    assert not races(decode_step)
+
+
+def test_missing_fences_are_found(races, prefill_of_two_stretches, decode_step, monkeypatch):
+    """Missing waits need no test: interpret mode itself refuses a kernel without them."""
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    assert races(prefill_of_two_stretches) - MASKS - LOADS
+    assert races(decode_step)
 
 
 def lowered(function, *arguments, donated=()):
@@ -294,8 +303,8 @@ def test_decode_lowers_in_place(batch):
 
     text = lowered(call, *arguments, donated=(8, 9))
     (kernel,) = kernels(text)
-    print(kernel[:400], kernel[-2500:])
-    print(text[:3000])
-    print(len(text), [l[:200] for l in text.splitlines() if "stablehlo" in l])
-
-
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d+)", kernel)
+    assert aliases == [("1", "14"), ("2", "15")]
+    assert text.count("tf.aliasing_output") == 2
+    stacks = [line for line in text.splitlines() if f"{layers}x{batch}x{heads}x{D}x{D}xf32" in line]
+    assert len(stacks) == 3  # arguments, the kernel, results
