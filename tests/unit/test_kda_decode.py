@@ -138,3 +138,70 @@ def test_the_prefill_kernel_of_gpus_refuses():
         for dtype, bound, message in ((F32, -5.0, "q is float32"), (BF16, -6.0, "bound -6.0")):
             with pytest.raises(InputError, match=f"gated_kda: mosaic_gpu cannot run: .*{message}"):
                 OPS["gated_kda"](128, dtype, bound, implementation="mosaic_gpu")
+
+
+def inputs_of(op):
+    """Small inputs with K = 4 and V = 6; a step has K = V = 4, as its tails are of one width."""
+    f32 = lambda *shape: np.zeros(shape, np.float32)  # noqa: E731
+    gates = {"A_log_H": f32(3), "dt_bias_HK": f32(3, 4), "lower_bound": -5.0}
+    if op == "gated_kda":
+        tokens = {x: f32(2, 5, 3, 4) for x in ("q_BTHK", "k_BTHK", "z_BTHK")}
+        return {**tokens, "v_BTHV": f32(2, 5, 3, 6), "b_BTH": f32(2, 5, 3), **gates}
+    return {
+        "qkv_3BP": (f32(2, 12),) * 3, "z_BHK": f32(2, 3, 4), "b_BH": f32(2, 3),
+        "gate_BHV": f32(2, 3, 4), "conv_3PW": (f32(12, 4),) * 3, "norm_V": f32(4),
+        "state_BHVK": f32(2, 3, 4, 4), "tails_3BWP": f32(3, 2, 3, 12), "eps": EPS, **gates,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "shape", "dtype", "message"),
+    [
+        ("gated_kda", "k_BTHK", (2, 0, 3, 4), F32, r"k is float32\[2, 0, 3, 4\].*T = 0"),
+        ("gated_kda", "k_BTHK", (2, 5, 3), F32, r"k is float32\[2, 5, 3\], expected floating"),
+        ("gated_kda", "q_BTHK", (2, 5, 3, 4), np.int32, r"q is int32"),
+        ("gated_kda", "q_BTHK", (2, 6, 3, 4), F32, r"q is .*expected float32\[2, 5, 3, 4\]"),
+        ("gated_kda", "z_BTHK", (2, 5, 3, 6), F32, r"z is .*expected float32\[2, 5, 3, 4\]"),
+        ("gated_kda", "v_BTHV", (2, 5, 2, 6), F32, r"v is .*expected float32\[2, 5, 3, 6\]"),
+        ("gated_kda", "b_BTH", (2, 5, 3, 1), F32, r"b is .*expected float32\[2, 5, 3\]"),
+        ("gated_kda", "A_log_H", (3,), F16, r"A_log is float16\[3\]"),
+        ("gated_kda", "dt_bias_HK", (12,), F32, r"dt_bias is float32\[12\]"),
+        ("gated_kda", "state_BHVK", (2, 3, 4, 6), F32, r"state is .*expected.*\[2, 3, 6, 4\]"),
+        ("gated_kda", "state_BHVK", (2, 3, 6, 4), F16, r"state is float16"),
+        ("gated_kda", "lengths_B", (3,), np.int32, r"lengths is int32\[3\], expected int32\[2\]"),
+        ("gated_kda", "lengths_B", (2,), F32, r"lengths is float32\[2\], expected int32\[2\]"),
+        ("kda_decode", "z_BHK", (2, 12), F32, r"z is float32\[2, 12\], expected floating"),
+        ("kda_decode", "b_BH", (2, 4), F32, r"b is .*expected float32\[2, 3\]"),
+        ("kda_decode", "gate_BHV", (1, 3, 4), F32, r"gate is .*expected float32\[2, 3, 4\]"),
+        ("kda_decode", "norm_V", (3, 4), F32, r"norm is .*expected float32\[4\]"),
+        ("kda_decode", "A_log_H", (3,), F16, r"A_log is float16\[3\]"),
+        ("kda_decode", "dt_bias_HK", (12,), F32, r"dt_bias is float32\[12\]"),
+        ("kda_decode", "state_BHVK", (3, 2, 4, 4), F32, r"state is .*expected.*\[2, 3, 4, 4\]"),
+        ("kda_decode", "state_BHVK", (2, 3, 4, 4), F16, r"state is float16"),
+        ("kda_decode", "tails_3BWP", (3, 2, 4, 12), F32, r"tails is .*expected.*\[3, 2, 3, 12\]"),
+        ("kda_decode", "tails_3BWP", (3, 2, 3, 12), F16, r"tails is float16.*expected float32"),
+        ("kda_decode", "valid_B", (2,), np.int32, r"valid is int32\[2\], expected bool\[2\]"),
+        ("kda_decode", "slot", (), np.int32, r"state is .*expected float32\[2, 2, 3, 4, 4\]"),
+    ],
+)  # fmt: skip
+def test_refuses_by_name(op, name, shape, dtype, message):
+    changed = {**inputs_of(op), name: np.zeros(shape, dtype)}
+    with pytest.raises(InputError, match=f"{op}: {message}"):
+        getattr(kda_op, op)(**changed)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_that_fit(op):
+    """Those that the refusals above change."""
+    jax.eval_shape(functools.partial(getattr(kda_op, op), **inputs_of(op)))
+
+
+@pytest.mark.parametrize("what", ["qkv_3BP", "conv_3PW"])
+@pytest.mark.parametrize(("part", "name"), [(0, "q"), (1, "k"), (2, "v")])
+def test_refuses_a_part_by_name(what, part, name):
+    good = inputs_of("kda_decode")
+    parts = [*good[what]]
+    parts[part] = parts[part][:1]
+    message = f"{name} is" if what == "qkv_3BP" else f"conv of {name} is"
+    with pytest.raises(InputError, match=f"kda_decode: {message}"):
+        kda_op.kda_decode(**{**good, what: tuple(parts)})
