@@ -183,7 +183,8 @@ def races(monkeypatch, caplog, capsys):
 
     Warpgroup products read shared memory as bulk copies do: they see what a thread wrote before a
     `commit_smem`. Interpret mode reads for them as a thread; here such a read, in `_value`, counts
-    as what it stands for.
+    as what it stands for. A thread is a whole warpgroup: what its warps do to each other stays
+    unseen.
     """
     detector = race_detection_state.GPURaceDetectionState
     as_thread = detector.check_read
@@ -287,11 +288,11 @@ def test_packed_prefill_lowers():
 def test_decode_lowers_in_place(batch):
     """State and tails of a stack of layers are operands that the kernel writes."""
     heads, layers = 96, 4
-    P, wide = heads * D, array(batch, heads, D)
+    P, rows = heads * D, array(batch, heads, D)
     state = array(layers, batch, heads, D, D, dtype=f32)
     tails = array(layers, 3, batch, 3, P)
     arguments = [
-        [array(batch, P)] * 3, wide, array(batch, heads), wide, [array(P, 4, dtype=f32)] * 3,
+        [array(batch, P)] * 3, rows, array(batch, heads), rows, [array(P, 4, dtype=f32)] * 3,
         array(heads, dtype=f32), array(heads, D, dtype=f32), array(D, dtype=f32), state, tails,
         array(batch, dtype=jnp.bool_), array(dtype=i32),
     ]  # fmt: skip
