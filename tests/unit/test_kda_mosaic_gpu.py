@@ -36,11 +36,12 @@ def interpreted():
     ]
 
 
-# Measured: outputs 8.2e-3 (one token, zero state), states 6.3e-3 (two directions), 3.3e-2 where
-# keys are nearly alike. A step of the decode kernel rounds where the reference does: states are
-# within 1.7e-7, but a last bit that falls the other way costs 3.9e-3 in bfloat16.
+# Measured, with jax 0.11.2 too: outputs 8.2e-3 (one token, zero state) and 3.3e-2 where keys are
+# nearly alike, states 6.3e-3 (two directions). A step of the decode kernel rounds where the
+# reference does: states are within 1.7e-7, but a last bit that falls the other way costs 3.9e-3 in
+# bfloat16.
 MOSAIC_GPU = Implementation(
-    "mosaic_gpu", bf16, (), output=1e-2, state=8e-3, alike=4e-2, step=4e-3,
+    "mosaic_gpu", bf16, (), output=9e-3, state=7e-3, alike=3.6e-2, step=4e-3,
     device="NVIDIA H200", patches=interpreted,
 )  # fmt: skip
 
