@@ -105,8 +105,7 @@ def decay(z_BTHK: Array, A_log_H: Array, dt_bias_HK: Array, lower_bound: float |
     heads, k_dim = z_BTHK.shape[2:]
     expect("decay: A_log", A_log_H, (heads,), jnp.float32)
     expect("decay: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
-    if lower_bound is not None and not lower_bound < 0:
-        raise InputError(f"decay: lower_bound is {lower_bound}, expected a negative number or None")
+    expect_bound("decay", lower_bound)
     rate_H1 = jnp.exp(A_log_H)[:, None]
     shifted_BTHK = z_BTHK.astype(jnp.float32) + dt_bias_HK
     if lower_bound is None:
@@ -127,6 +126,11 @@ def zero_unless(valid_BT, x):
 
 def describe(x):
     return f"{x.dtype}{list(x.shape)}"
+
+
+def expect_bound(op, lower_bound):
+    if lower_bound is not None and not lower_bound < 0:
+        raise InputError(f"{op}: lower_bound is {lower_bound}, expected a negative number or None")
 
 
 def expect(name, x, shape, dtype):

@@ -11,7 +11,7 @@ from k3jax.errors import InputError
 from k3jax.ops import target
 from k3jax.ops.kda import mosaic_gpu_decode, mosaic_tpu_decode
 from k3jax.ops.kda.choice import Kernel, select
-from k3jax.ops.kda.core import describe, expect, kda, zero_unless
+from k3jax.ops.kda.core import describe, expect, expect_bound, kda, zero_unless
 from k3jax.ops.kda.gated import normalised
 from k3jax.ops.short_conv import short_conv
 
@@ -134,6 +134,7 @@ def kda_decode(
         expect(f"kda_decode: conv of {name}", w_PW, (P, width), jnp.float32)
     expect("kda_decode: b", b_BH, (batch, heads), b_BH.dtype)
     expect("kda_decode: gate", gate_BHV, (batch, heads, v_dim), gate_BHV.dtype)
+    expect_bound("kda_decode", lower_bound)
     expect("kda_decode: A_log", A_log_H, (heads,), jnp.float32)
     expect("kda_decode: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
     expect("kda_decode: norm", norm_V, (v_dim,), jnp.float32)

@@ -12,7 +12,15 @@ from k3jax.errors import InputError
 from k3jax.ops import target
 from k3jax.ops.kda import mosaic_gpu_chunked, mosaic_tpu_chunked, xla
 from k3jax.ops.kda.choice import Kernel, select
-from k3jax.ops.kda.core import decay, describe, expect, kda, l2norm, zero_unless
+from k3jax.ops.kda.core import (
+    decay,
+    describe,
+    expect,
+    expect_bound,
+    kda,
+    l2norm,
+    zero_unless,
+)
 from k3jax.ops.kda.packing import pack
 from k3jax.ops.packed import Lengths, bounds
 
@@ -150,6 +158,7 @@ def gated_kda(
     expect("gated_kda: z", z_BTHK, k_BTHK.shape, z_BTHK.dtype)
     expect("gated_kda: v", v_BTHV, (batch, length, heads, v_BTHV.shape[-1]), v_BTHV.dtype)
     expect("gated_kda: b", b_BTH, (batch, length, heads), b_BTH.dtype)
+    expect_bound("gated_kda", lower_bound)
     expect("gated_kda: A_log", A_log_H, (heads,), jnp.float32)
     expect("gated_kda: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
     states, packing = batch, None

@@ -26,9 +26,9 @@ Few heads leave the chip empty in the second kernel, which then runs over stretc
 once: first for the affine maps S -> S M + B of all but the last stretch (from S = 0 with the
 values, from S = I without), then, with the entry states that compose them, for the outputs.
 
-Shared memory: 209 KiB (solve: for each of two warpgroups 6 tiles of 8 KiB for q, k, z and what
-replaces them, 2 for the gate and 2 for products; 6 masks), 182 KiB (scan: two stages of 80 KiB,
-outputs 16 KiB). Registers a thread: 255 and 168 (232 where it computes).
+Shared memory: 226 KiB (solve: for each of two warpgroups 6 tiles of 8 KiB for q, k, z and what
+replaces them, 2 for the gate and 3 for sides of products; 6 masks), 182 KiB (scan: two stages of
+80 KiB, outputs 16 KiB). Registers a thread: 255 and 168 (232 where it computes).
 """
 
 from __future__ import annotations
