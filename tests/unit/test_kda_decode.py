@@ -205,3 +205,12 @@ def test_refuses_a_part_by_name(what, part, name):
     message = f"{name} is" if what == "qkv_3BP" else f"conv of {name} is"
     with pytest.raises(InputError, match=f"kda_decode: {message}"):
         kda_op.kda_decode(**{**good, what: tuple(parts)})
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("bound", [0.0, 5.0, float("nan")])
+def test_refuses_a_bound_that_is_not_negative(op, bound):
+    """On a GPU too, before its kernel is asked."""
+    running = mock.patch.object(target, "device_kind", return_value=HOPPER)
+    with running, pytest.raises(InputError, match=f"{op}: lower_bound is {bound}, expected a neg"):
+        OPS[op](128, BF16, bound)
