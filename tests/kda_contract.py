@@ -145,6 +145,49 @@ class GatedContract:
             assert got[row, :cut].tobytes() == base[row, :cut].tobytes()
             assert (got[row, cut:] != base[row, cut:]).any()
 
+    def test_packed(self, implementation):
+        """Each sequence gives the bits it gives where the others are empty, those its float64
+        result. Rows behind the last one hold NaN; sequences without a row keep their states.
+        """
+        length, all_lengths = 310, [(15, 85, 200, 0, 1, 3), (0, 64, 0, 128, 1, 0), (0,) * 6]
+        cases = kda_cases.batch(5, 1, length, HEADS, D, D, ["slow_decay"])
+        *tokens, A_log, dt_bias, _ = raw(cases, implementation.dtype)
+        states = np.random.default_rng(5).standard_normal((6, HEADS, D, D), np.float32)
+        states[:, 0, 0, :2] = -0.0, 1e-42
+        call = jax.jit(
+            functools.partial(
+                kda_op.gated_kda, lower_bound=-5.0, implementation=implementation.name
+            )
+        )
+
+        def run(start, end, lengths):
+            """The tokens from start on, NaN from end on."""
+            inputs = padded([np.roll(x, -start, 1) for x in tokens], [end - start], np.nan)
+            with implementation.running():
+                o, after = call(
+                    *inputs, A_log, dt_bias, states, packed_lengths_N=jnp.asarray(lengths, np.int32)
+                )
+            o, after = np.asarray(o), np.asarray(after)
+            assert not o[0, end - start :].any()
+            empty = np.equal(lengths, 0)
+            assert after[empty].tobytes() == states[empty].tobytes()
+            return o, after
+
+        for lengths in all_lengths:
+            o, after = run(0, sum(lengths), lengths)
+            for n, end in enumerate(np.cumsum(lengths)):
+                start = end - lengths[n]
+                if start == end:
+                    continue
+                only = np.where(np.arange(6) == n, lengths, 0)
+                alone_o, alone = run(start, end, only)
+                assert o[0, start:end].tobytes() == alone_o[0, : end - start].tobytes()
+                assert after[n].tobytes() == alone[n].tobytes()
+                mine = [x[:, start:end] for x in tokens]
+                expected = float64([*mine, A_log, dt_bias, states[n : n + 1]])
+                got = o[:, start:end], after[n : n + 1]
+                check(implementation, got, expected, ["slow_decay"])
+
     def test_gradients(self, implementation):
         """Those of the portable form, and none from padding that holds NaN."""
         inputs, _, _ = drawn(SEEDS, implementation.dtype, 17)
