@@ -146,8 +146,8 @@ class GatedContract:
             assert (got[row, cut:] != base[row, cut:]).any()
 
     def test_packed(self, implementation):
-        """Each sequence gives the bits it gives where the others are empty, those its float64
-        result. Rows behind the last one hold NaN; sequences without a row keep their states.
+        """Each sequence gives its float64 result, and the same bits where the others are empty and
+        where they hold NaN, as rows behind the last one do. Empty ones keep their states.
         """
         length, all_lengths = 310, [(15, 85, 200, 0, 1, 3), (0, 64, 0, 128, 1, 0), (0,) * 6]
         cases = kda_cases.batch(5, 1, length, HEADS, D, D, ["slow_decay"])
@@ -160,29 +160,29 @@ class GatedContract:
             )
         )
 
-        def run(start, end, lengths):
-            """The tokens from start on, NaN from end on."""
-            inputs = padded([np.roll(x, -start, 1) for x in tokens], [end - start], np.nan)
+        def run(inputs, lengths):
+            lengths = jnp.asarray(lengths, jnp.int32)
             with implementation.running():
-                o, after = call(
-                    *inputs, A_log, dt_bias, states, packed_lengths_N=jnp.asarray(lengths, np.int32)
-                )
-            o, after = np.asarray(o), np.asarray(after)
-            assert not o[0, end - start :].any()
-            empty = np.equal(lengths, 0)
+                o, after = call(*inputs, A_log, dt_bias, states, packed_lengths_N=lengths)
+            o, after, empty = np.asarray(o), np.asarray(after), np.equal(lengths, 0)
+            assert not o[0, np.sum(lengths) :].any()
             assert after[empty].tobytes() == states[empty].tobytes()
             return o, after
 
         for lengths in all_lengths:
-            o, after = run(0, sum(lengths), lengths)
+            o, after = run(padded(tokens, [sum(lengths)], np.nan), lengths)
             for n, end in enumerate(np.cumsum(lengths)):
-                start = end - lengths[n]
-                if start == end:
+                if not lengths[n]:
                     continue
-                only = np.where(np.arange(6) == n, lengths, 0)
-                alone_o, alone = run(start, end, only)
-                assert o[0, start:end].tobytes() == alone_o[0, : end - start].tobytes()
-                assert after[n].tobytes() == alone[n].tobytes()
+                start = end - lengths[n]
+                first = padded([np.roll(x, -start, 1) for x in tokens], [lengths[n]], np.nan)
+                there = [np.roll(x, start, 1) for x in first]
+                alone = np.where(np.arange(6) == n, lengths, 0)
+                for at, inputs, others in ((0, first, alone), (start, there, lengths)):
+                    got_o, got = run(inputs, others)
+                    rows = got_o[0, at : at + lengths[n]]
+                    assert rows.tobytes() == o[0, start:end].tobytes()
+                    assert got[n].tobytes() == after[n].tobytes()
                 mine = [x[:, start:end] for x in tokens]
                 expected = float64([*mine, A_log, dt_bias, states[n : n + 1]])
                 got = o[:, start:end], after[n : n + 1]
