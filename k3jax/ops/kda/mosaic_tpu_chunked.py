@@ -37,8 +37,8 @@ VMEM at K = V = 128, G = 6 heads, bfloat16 inputs, each block twice for the pipe
 z 768 KiB, o 192 KiB, b 32 KiB, states in and out 1,536 KiB, sums 160 KiB, gates 12 KiB: 2.6 MiB as
 the compiler counts it, 3.5 MiB with float32 inputs, whatever T is. The limit is 16 MiB.
 
-The compiler's schedule has 1,275 cycles a chunk and head on a v5p (v5e 1,248, v6e 1,211, TPU7x
-1,106), three quarters of the matrix units' time; six heads at once because one chain of dots
+The compiler's schedule has 1,277 cycles a chunk and head on a v5p (v5e 1,252, v6e 1,217, TPU7x
+1,108), three quarters of the matrix units' time; six heads at once because one chain of dots
 leaves them idle (2 heads: 2,095 on a v5p with HIGHEST throughout, where 4 take 1,722 and 8 1,549).
 """
 
@@ -247,17 +247,16 @@ def _unit_inverse(lower_GCC):
 
 
 def _kernel(
-    sequence_ref, begin_ref, length_ref, q_ref, k_ref, v_ref, z_ref, b_ref, gates_ref, sums_ref,
-    state_ref, o_ref, new_state_ref, *, lower_bound,
+    sequence_ref, stop_ref, _, q_ref, k_ref, v_ref, z_ref, b_ref, gates_ref, sums_ref, state_ref,
+    o_ref, new_state_ref, *, lower_bound,
 ):  # fmt: skip
     batch_row, group, n = (pl.program_id(axis) for axis in range(3))
     heads, v_dim, k_dim = state_ref.shape[1:]
     chunk = q_ref.shape[1]
-    sequence = batch_row + sequence_ref[n]
-    begin = begin_ref[sequence]
-    real = length_ref[sequence] - (n - begin) * chunk  # rows from here on
+    sequence = sequence_ref[n]
+    real = stop_ref[batch_row + sequence] - n * chunk  # rows from here on
 
-    @pl.when(n == begin)
+    @pl.when((n == 0) | (sequence != sequence_ref[jnp.maximum(n - 1, 0)]))
     def _():
         new_state_ref[...] = state_ref[...]
 
@@ -335,37 +334,34 @@ def gated_kda(
     sums_XC = jnp.asarray(_sums(_base(lower_bound, chunk), chunk), jnp.bfloat16)
     inputs = [x.reshape(batch, length, -1) for x in (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH)]
 
-    # The sequence of chunk n of batch row b is b + sequence_C[n].
+    # Chunk n of batch row b is one of sequence b + sequence_C[n], whose rows end at stop_S. None is
+    # read behind last_B, the last one with real rows, which serves again.
     if packing is None:
         chunks = pl.cdiv(length, chunk)
-        length_S = jnp.full((batch,), length, jnp.int32) if lengths_B is None else lengths_B
-        length_S = jnp.clip(length_S, 0, length)
-        sequence_C, begin_S = jnp.zeros((chunks,), jnp.int32), jnp.zeros((batch,), jnp.int32)
+        if lengths_B is None:
+            lengths_B = jnp.full((batch,), length, jnp.int32)
+        stop_S, sequence_C = jnp.clip(lengths_B, 0, length), jnp.zeros((chunks,), jnp.int32)
     else:
         packing = pack(packing.start_N, packing.length_N, length, chunk)
         # Not `pad`, whose zeros are one more pass over all rows: the kernel masks what is padding.
         row_R = jnp.maximum(packing.row_R, 0)
         inputs = [jnp.take(x, row_R, axis=1, mode="clip") for x in inputs]
-        length_S = packing.length_N
         # Chunks left over continue the last sequence, or give it its own state if it has no row.
-        sequence_C = jnp.minimum(packing.sequence_C, length_S.shape[0] - 1)
-        chunks, count_S = sequence_C.shape[0], pl.cdiv(length_S, chunk)
-        begin_S = jnp.cumsum(count_S, dtype=jnp.int32) - count_S
+        sequence_C = jnp.minimum(packing.sequence_C, packing.length_N.shape[0] - 1)
+        chunks, count_N = sequence_C.shape[0], pl.cdiv(packing.length_N, chunk)
+        stop_S = (jnp.cumsum(count_N, dtype=jnp.int32) - count_N) * chunk + packing.length_N
+    last_B = jnp.maximum(pl.cdiv(stop_S[-batch:], chunk) - 1, 0)
 
-    def fetched(b, n, sequence_ref, begin_ref, length_ref):
-        """The chunk to read; one without real rows has the last one read serve again."""
-        sequence = b + sequence_ref[n]
-        end = begin_ref[sequence] + pl.cdiv(length_ref[sequence], chunk)
-        return jnp.minimum(n, jnp.maximum(end - 1, 0))
+    def real_rows(b, h, n, sequence, stop, last):
+        return b, jnp.minimum(n, last[b]), h
+
+    def state_of(b, h, n, sequence, *_):  # looked up where it has to be: 0.6% of the schedule
+        return b if packing is None else sequence[n], h, 0, 0
 
     def rows(width):
-        return pl.BlockSpec(
-            (1, chunk, group * width), lambda b, h, n, *s: (b, fetched(b, n, *s), h)
-        )
+        return pl.BlockSpec((1, chunk, group * width), real_rows)
 
-    state = pl.BlockSpec(
-        (1, group, v_dim, k_dim), lambda b, h, n, sequence_ref, *_: (b + sequence_ref[n], h, 0, 0)
-    )
+    state = pl.BlockSpec((1, group, v_dim, k_dim), state_of)
     o_BTP, state_BHVK = pl.pallas_call(
         partial(_kernel, lower_bound=lower_bound),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -377,7 +373,7 @@ def gated_kda(
                 rows(v_dim),
                 rows(k_dim),
                 # All heads on lanes: a block of some would be no multiple of 128.
-                pl.BlockSpec((1, chunk, heads), lambda b, h, n, *s: (b, fetched(b, n, *s), 0)),
+                pl.BlockSpec((1, chunk, heads), lambda b, h, *s: real_rows(b, 0, *s)),
                 pl.BlockSpec((2, group * k_dim), lambda b, h, n, *_: (0, h)),
                 pl.BlockSpec(sums_XC.shape, lambda b, h, n, *_: (0, 0)),
                 state,
@@ -400,8 +396,8 @@ def gated_kda(
         name="gated_kda",
     )(
         sequence_C,
-        begin_S,
-        length_S,
+        stop_S,
+        last_B,
         *inputs,
         gates(A_log_H, dt_bias_HK),
         sums_XC,
