@@ -145,6 +145,49 @@ class GatedContract:
             assert got[row, :cut].tobytes() == base[row, :cut].tobytes()
             assert (got[row, cut:] != base[row, cut:]).any()
 
+    def test_packed(self, implementation):
+        """Each sequence gives its float64 result, and the same bits where the others are empty and
+        where they hold NaN, as rows behind the last one do. Empty ones keep their states.
+        """
+        length, all_lengths = 310, [(15, 85, 200, 0, 1, 3), (0, 64, 0, 128, 1, 0), (0,) * 6]
+        cases = kda_cases.batch(5, 1, length, HEADS, D, D, ["slow_decay"])
+        *tokens, A_log, dt_bias, _ = raw(cases, implementation.dtype)
+        states = np.random.default_rng(5).standard_normal((6, HEADS, D, D), np.float32)
+        states[:, 0, 0, :2] = -0.0, 1e-42
+        call = jax.jit(
+            functools.partial(
+                kda_op.gated_kda, lower_bound=-5.0, implementation=implementation.name
+            )
+        )
+
+        def run(inputs, lengths):
+            lengths = jnp.asarray(lengths, jnp.int32)
+            with implementation.running():
+                o, after = call(*inputs, A_log, dt_bias, states, packed_lengths_N=lengths)
+            o, after, empty = np.asarray(o), np.asarray(after), np.equal(lengths, 0)
+            assert not o[0, np.sum(lengths) :].any()
+            assert after[empty].tobytes() == states[empty].tobytes()
+            return o, after
+
+        for lengths in all_lengths:
+            o, after = run(padded(tokens, [sum(lengths)], np.nan), lengths)
+            for n, end in enumerate(np.cumsum(lengths)):
+                if not lengths[n]:
+                    continue
+                start = end - lengths[n]
+                first = padded([np.roll(x, -start, 1) for x in tokens], [lengths[n]], np.nan)
+                there = [np.roll(x, start, 1) for x in first]
+                alone = np.where(np.arange(6) == n, lengths, 0)
+                for at, inputs, others in ((0, first, alone), (start, there, lengths)):
+                    got_o, got = run(inputs, others)
+                    rows = got_o[0, at : at + lengths[n]]
+                    assert rows.tobytes() == o[0, start:end].tobytes()
+                    assert got[n].tobytes() == after[n].tobytes()
+                mine = [x[:, start:end] for x in tokens]
+                expected = float64([*mine, A_log, dt_bias, states[n : n + 1]])
+                got = o[:, start:end], after[n : n + 1]
+                check(implementation, got, expected, ["slow_decay"])
+
     def test_gradients(self, implementation):
         """Those of the portable form, and none from padding that holds NaN."""
         inputs, _, _ = drawn(SEEDS, implementation.dtype, 17)

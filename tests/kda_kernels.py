@@ -54,9 +54,9 @@ class Implementation:
             yield
 
 
-def interpreted():
-    prefill = functools.partial(mosaic_tpu_chunked.gated_kda, interpret=True)
-    step = functools.partial(mosaic_tpu_decode.kda_decode, interpret=True)
+def interpreted(interpret=True):
+    prefill = functools.partial(mosaic_tpu_chunked.gated_kda, interpret=interpret)
+    step = functools.partial(mosaic_tpu_decode.kda_decode, interpret=interpret)
     return [
         (gated.IMPLEMENTATIONS, gated.with_xla_gradient(prefill)),
         (decode.IMPLEMENTATIONS, step),

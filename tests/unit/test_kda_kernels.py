@@ -4,6 +4,7 @@ Kernels for TPUs run in interpret mode, which computes every dot exactly: what a
 of them is in `test_passes_of_the_matrix_unit`.
 """
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import kda_cases
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from kda_contract import HEADS, ROWS, SEEDS, SHORT, GatedContract, float64
-from kda_kernels import BOUNDS, IMPLEMENTATIONS, D, raw
+from kda_kernels import BOUNDS, IMPLEMENTATIONS, D, interpreted, raw
 
 from k3jax.ops.kda import mosaic_tpu_chunked
 
@@ -29,6 +31,16 @@ def test_at_least_500_cases():
 
 class TestGated(GatedContract):
     pass
+
+
+@pytest.mark.parametrize("name", ["mosaic_tpu", "mosaic_tpu-bfloat16"])
+def test_packed_in_uninitialised_memory(name):
+    """As on a TPU, a block of the output holds NaN until the kernel writes it: the first chunk of
+    a sequence has to fetch its state, and chunks left over must not write another one.
+    """
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan")
+    patches = functools.partial(interpreted, interpret)
+    GatedContract().test_packed(dataclasses.replace(IMPLEMENTATIONS[name], patches=patches))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

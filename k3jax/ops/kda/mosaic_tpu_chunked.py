@@ -16,6 +16,9 @@ other exponents are <= 0. Wider bounds take smaller blocks, none at all takes ba
 product is exp(0) and block doubling is all there is. An anchor at the first row, and not in the
 middle, is what makes outputs independent of later tokens to the last bit.
 
+The rows of packed sequences move to whole chunks first (`packing.py`); the state block follows the
+sequence of the chunk. A batch row is the case of one sequence, whose rows need not move.
+
 Dots, with C = 64 rows a chunk and L levels of doubling (2 at K3's bound). HIGHEST is six bfloat16
 passes, as good as float32. With bfloat16 inputs the dots marked * take HIGH, three passes: outputs
 then lose 1.4e-5 of their size, 1/250 of their rounding, and states nothing (2.7e-6 either way;
@@ -34,8 +37,8 @@ VMEM at K = V = 128, G = 6 heads, bfloat16 inputs, each block twice for the pipe
 z 768 KiB, o 192 KiB, b 32 KiB, states in and out 1,536 KiB, sums 160 KiB, gates 12 KiB: 2.6 MiB as
 the compiler counts it, 3.5 MiB with float32 inputs, whatever T is. The limit is 16 MiB.
 
-The compiler's schedule has 1,275 cycles a chunk and head on a v5p (v5e 1,248, v6e 1,211, TPU7x
-1,106), three quarters of the matrix units' time; six heads at once because one chain of dots
+The compiler's schedule has 1,277 cycles a chunk and head on a v5p (v5e 1,252, v6e 1,217, TPU7x
+1,108), three quarters of the matrix units' time; six heads at once because one chain of dots
 leaves them idle (2 heads: 2,095 on a v5p with HIGHEST throughout, where 4 take 1,722 and 8 1,549).
 """
 
@@ -50,6 +53,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from k3jax.ops.kda.packing import Packing, pack
+
 LANES, ROWS = 128, 8  # of a float32 tile
 CHUNK = 64
 SMALLEST = 16  # rows of a chunk: a tile of bfloat16
@@ -62,11 +67,9 @@ _NN, _NT, _TN = (1, 0), (1, 1), (0, 0)  # contracted axes of two matrices
 def refusal(q_BTHK, v_BTHV, z_BTHK, b_BTH, lower_bound, packing) -> str | None:
     """Why the kernel cannot take these inputs; None if it can.
 
-    It takes every lower bound of the gate, None included.
+    It takes every lower bound of the gate, None included, and packed sequences.
     """
-    del lower_bound
-    if packing is not None:
-        return "the sequences are packed"
+    del lower_bound, packing
     for name, x in (("K", q_BTHK), ("V", v_BTHV)):
         if x.shape[-1] % LANES:
             return f"{name} is {x.shape[-1]}, no multiple of {LANES} lanes"
@@ -244,15 +247,16 @@ def _unit_inverse(lower_GCC):
 
 
 def _kernel(
-    lengths_ref, q_ref, k_ref, v_ref, z_ref, b_ref, gates_ref, sums_ref, state_ref,
+    sequence_ref, stop_ref, _, q_ref, k_ref, v_ref, z_ref, b_ref, gates_ref, sums_ref, state_ref,
     o_ref, new_state_ref, *, lower_bound,
 ):  # fmt: skip
     batch_row, group, n = (pl.program_id(axis) for axis in range(3))
     heads, v_dim, k_dim = state_ref.shape[1:]
     chunk = q_ref.shape[1]
-    real = lengths_ref[batch_row] - n * chunk  # rows from here on
+    sequence = sequence_ref[n]
+    real = stop_ref[batch_row + sequence] - n * chunk  # rows from here on
 
-    @pl.when(n == 0)
+    @pl.when((n == 0) | (sequence != sequence_ref[jnp.maximum(n - 1, 0)]))
     def _():
         new_state_ref[...] = state_ref[...]
 
@@ -318,7 +322,7 @@ def gated_kda(
     state_BHVK: Array,
     lengths_B: Array | None,
     lower_bound: float | None,
-    packing: None = None,
+    packing: Packing | None = None,
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array]:
@@ -327,57 +331,78 @@ def gated_kda(
     v_dim = v_BTHV.shape[-1]
     chunk = min(CHUNK, max(SMALLEST, pl.next_power_of_2(length)))
     group = next(g for g in range(HEADS, 0, -1) if heads % g == 0)
-    if lengths_B is None:
-        lengths_B = jnp.full((batch,), length, jnp.int32)
-    lengths_B = jnp.clip(lengths_B, 0, length)
     sums_XC = jnp.asarray(_sums(_base(lower_bound, chunk), chunk), jnp.bfloat16)
+    inputs = [x.reshape(batch, length, -1) for x in (q_BTHK, k_BTHK, v_BTHV, z_BTHK, b_BTH)]
 
-    def view(x):
-        return x.reshape(batch, length, -1)
+    # Chunk n of batch row b is one of sequence b + sequence_C[n], whose rows end at stop_S. None is
+    # read behind last_B, the last one with real rows, which serves again.
+    if packing is None:
+        chunks = pl.cdiv(length, chunk)
+        if lengths_B is None:
+            lengths_B = jnp.full((batch,), length, jnp.int32)
+        stop_S, sequence_C = jnp.clip(lengths_B, 0, length), jnp.zeros((chunks,), jnp.int32)
+    else:
+        packing = pack(packing.start_N, packing.length_N, length, chunk)
+        # Not `pad`, whose zeros are one more pass over all rows: the kernel masks what is padding.
+        row_R = jnp.maximum(packing.row_R, 0)
+        inputs = [jnp.take(x, row_R, axis=1, mode="clip") for x in inputs]
+        # Chunks left over continue the last sequence, or give it its own state if it has no row.
+        sequence_C = jnp.minimum(packing.sequence_C, packing.length_N.shape[0] - 1)
+        chunks, count_N = sequence_C.shape[0], pl.cdiv(packing.length_N, chunk)
+        stop_S = (jnp.cumsum(count_N, dtype=jnp.int32) - count_N) * chunk + packing.length_N
+    last_B = jnp.maximum(pl.cdiv(stop_S[-batch:], chunk) - 1, 0)
 
-    def used(b, n, lengths_ref):  # chunks of padding are not fetched: the last one serves again
-        return jnp.minimum(n, jnp.maximum(pl.cdiv(lengths_ref[b], chunk) - 1, 0))
+    def real_rows(b, h, n, sequence, stop, last):
+        return b, jnp.minimum(n, last[b]), h
+
+    def state_of(b, h, n, sequence, *_):  # looked up where it has to be: 0.6% of the schedule
+        return b if packing is None else sequence[n], h, 0, 0
 
     def rows(width):
-        return pl.BlockSpec((1, chunk, group * width), lambda b, h, n, s: (b, used(b, n, s), h))
+        return pl.BlockSpec((1, chunk, group * width), real_rows)
 
-    state = pl.BlockSpec((1, group, v_dim, k_dim), lambda b, h, n, s: (b, h, 0, 0))
+    state = pl.BlockSpec((1, group, v_dim, k_dim), state_of)
     o_BTP, state_BHVK = pl.pallas_call(
         partial(_kernel, lower_bound=lower_bound),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, heads // group, pl.cdiv(length, chunk)),
+            num_scalar_prefetch=3,
+            grid=(batch, heads // group, chunks),
             in_specs=[
                 rows(k_dim),
                 rows(k_dim),
                 rows(v_dim),
                 rows(k_dim),
                 # All heads on lanes: a block of some would be no multiple of 128.
-                pl.BlockSpec((1, chunk, heads), lambda b, h, n, s: (b, used(b, n, s), 0)),
-                pl.BlockSpec((2, group * k_dim), lambda b, h, n, s: (0, h)),
-                pl.BlockSpec(sums_XC.shape, lambda b, h, n, s: (0, 0)),
+                pl.BlockSpec((1, chunk, heads), lambda b, h, *s: real_rows(b, 0, *s)),
+                pl.BlockSpec((2, group * k_dim), lambda b, h, n, *_: (0, h)),
+                pl.BlockSpec(sums_XC.shape, lambda b, h, n, *_: (0, 0)),
                 state,
             ],
             out_specs=[
-                pl.BlockSpec((1, chunk, group * v_dim), lambda b, h, n, s: (b, n, h)),
+                pl.BlockSpec((1, chunk, group * v_dim), lambda b, h, n, *_: (b, n, h)),
                 state,
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, length, heads * v_dim), v_BTHV.dtype),
+            jax.ShapeDtypeStruct((batch, inputs[2].shape[1], heads * v_dim), v_BTHV.dtype),
             jax.ShapeDtypeStruct(state_BHVK.shape, jnp.float32),
         ],
+        # No chunk comes to a packed sequence without a row: its state is there already.
+        input_output_aliases={} if packing is None else {10: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name="gated_kda",
     )(
-        lengths_B,
-        *(view(x) for x in (q_BTHK, k_BTHK, v_BTHV, z_BTHK)),
-        b_BTH,
+        sequence_C,
+        stop_S,
+        last_B,
+        *inputs,
         gates(A_log_H, dt_bias_HK),
         sums_XC,
         state_BHVK,
     )
+    if packing is not None:
+        o_BTP = packing.unpad(o_BTP)
     return o_BTP.reshape(v_BTHV.shape), state_BHVK
