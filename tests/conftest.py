@@ -14,7 +14,19 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Commands turn on a cache of programs in the home folder; a test must not depend on what is there.
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_file():
+    """A file's compiled programs go when it ends.
+
+    XLA maps some memory for every program of a CPU and keeps it. A worker of the whole suite came
+    to the 65,530 maps that Linux allows a process, and the compiler aborted.
+    """
+    yield
+    jax.clear_caches()
