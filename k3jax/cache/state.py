@@ -126,19 +126,6 @@ def with_windows(cache: CacheArrays, length: int | None, dtype=None) -> CacheArr
     return dataclasses.replace(cache, **groups)
 
 
-def read(stack: jax.Array, slot) -> jax.Array:
-    """One layer of a stacked cache; the array itself when ``slot`` is None."""
-    return stack if slot is None else jax.lax.dynamic_index_in_dim(stack, slot, 0, keepdims=False)
-
-
-def replace(stack: jax.Array, value: jax.Array, slot) -> jax.Array:
-    """The stack with one layer replaced; ``value`` itself when ``slot`` is None."""
-    value = value.astype(stack.dtype)
-    if slot is None:
-        return value
-    return jax.lax.dynamic_update_index_in_dim(stack, value, slot, 0)
-
-
 def write_rows(stack: jax.Array, rows_BTC: jax.Array, positions_BT: jax.Array, slot) -> jax.Array:
     """Write token rows at their positions; rows whose position is -1 are dropped.
 

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.cache.state import KDACache, read, replace
+from k3jax.cache.state import KDACache
 from k3jax.config import Config
 from k3jax.layers.params import Maker, linear
 from k3jax.layers.tokens import Tokens
 from k3jax.ops import kda as kda_op
 from k3jax.ops.short_conv import short_conv
+from k3jax.ops.stacks import put, take
 
 
 def _log_uniform_decay(key, shape):
@@ -69,20 +70,18 @@ class KimiDeltaAttention(nnx.Module):
         gate = linear(x_BTD, self.g_proj).reshape(B, T, H, -1)
         A_log, dt_bias = self.A_log[...], self.dt_bias[...].reshape(H, -1)
         norm, eps = self.o_norm[...], self.config.rms_norm_eps
+        weights = (conv, A_log, dt_bias, norm)
 
         if tokens.accepted_B is not None:
             assert cache is not None
             o, state, tails, drafts = kda_op.replay_and_verify(
-                jax.tree.map(lambda a: read(a, slot), cache.window),
+                jax.tree.map(lambda a: take(a, slot), cache.window),
                 tokens.accepted_B,
                 (q, k, v),
                 z,
                 b,
                 gate,
-                conv,
-                A_log,
-                dt_bias,
-                norm,
+                *weights,
                 cache.state_BHVK,
                 cache.tails_3BWP,
                 lower_bound=kda.gate_lower_bound,
@@ -90,7 +89,7 @@ class KimiDeltaAttention(nnx.Module):
                 lengths_B=jnp.sum(valid_BT, axis=1, dtype=jnp.int32),
                 slot=slot,
             )
-            window = jax.tree.map(lambda a, new: replace(a, new, slot), cache.window, drafts)
+            window = jax.tree.map(lambda a, new: put(a, new, slot), cache.window, drafts)
             out = tokens.contract(o.reshape(B, T, -1), self.o_proj, x_own.dtype)
             return out, KDACache(state, tails, cast(kda_op.Window, window))
 
@@ -100,10 +99,7 @@ class KimiDeltaAttention(nnx.Module):
                 z[:, 0],
                 b[:, 0],
                 gate[:, 0],
-                conv,
-                A_log,
-                dt_bias,
-                norm,
+                *weights,
                 cache.state_BHVK,
                 cache.tails_3BWP,
                 lower_bound=kda.gate_lower_bound,
@@ -115,7 +111,7 @@ class KimiDeltaAttention(nnx.Module):
             return out, KDACache(state, tails)
 
         lengths_B = jnp.sum(valid_BT, axis=1, dtype=jnp.int32)
-        tails = [None] * 3 if cache is None else read(cache.tails_3BWP, slot)
+        tails = [None] * 3 if cache is None else take(cache.tails_3BWP, slot)
         mixed, new_tails = [], []
         for x, w, tail in zip((q, k, v), conv, tails, strict=True):
             y, new_tail = short_conv(x, w, tail, lengths_B)
@@ -129,7 +125,7 @@ class KimiDeltaAttention(nnx.Module):
             b,
             A_log,
             dt_bias,
-            None if cache is None else read(cache.state_BHVK, slot),
+            None if cache is None else take(cache.state_BHVK, slot),
             lower_bound=kda.gate_lower_bound,
             lengths_B=lengths_B,
         )
@@ -138,8 +134,8 @@ class KimiDeltaAttention(nnx.Module):
         if cache is None:
             return out, None
         return out, KDACache(
-            replace(cache.state_BHVK, state, slot),
-            replace(cache.tails_3BWP, jnp.stack(new_tails), slot),
+            put(cache.state_BHVK, state, slot),
+            put(cache.tails_3BWP, jnp.stack(new_tails), slot),
         )
 
     def commit(self, cache: KDACache, accepted_B: jax.Array, slot=None) -> KDACache:
@@ -149,7 +145,7 @@ class KimiDeltaAttention(nnx.Module):
         """
         A_log = self.A_log[...]
         state, tails = kda_op.commit(
-            jax.tree.map(lambda a: read(a, slot), cache.window),
+            jax.tree.map(lambda a: take(a, slot), cache.window),
             accepted_B,
             (self.q_conv[...], self.k_conv[...], self.v_conv[...]),
             A_log,

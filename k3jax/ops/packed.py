@@ -16,6 +16,18 @@ from k3jax.errors import InputError
 Lengths = Sequence[int] | np.ndarray | Array
 
 
+def expect_alone(op: str, batch: int, lengths_B: Array | None) -> None:
+    """Refuses packed sequences beside other lengths or in more than one row.
+
+    Raises:
+      InputError: naming which.
+    """
+    if lengths_B is not None:
+        raise InputError(f"{op}: lengths and packed_lengths given, expected one of them")
+    if batch != 1:
+        raise InputError(f"{op}: packed_lengths with batch {batch}, expected batch 1")
+
+
 def bounds(op: str, lengths_N: Lengths, length: int) -> tuple[Array, Array]:
     """(first row, number of rows) of each sequence, int32 [N].
 

@@ -14,6 +14,7 @@ from k3jax.ops.kda.choice import Kernel, select
 from k3jax.ops.kda.core import describe, expect, expect_bound, kda, zero_unless
 from k3jax.ops.kda.gated import normalised
 from k3jax.ops.short_conv import short_conv
+from k3jax.ops.stacks import put, take
 
 _log = logging.getLogger(__name__)
 
@@ -38,28 +39,20 @@ def _xla(inputs, weights, state, tails, valid_B, slot, bound, eps):
     lengths_B = None if valid_B is None else valid_B.astype(jnp.int32)
     valid_B1 = None if valid_B is None else valid_B[:, None]
     mixed, new_tails = [], []
-    for x_BP, w_PW, tail_BWP in zip(qkv_3BP, conv_3PW, _take(tails, slot), strict=True):
+    for x_BP, w_PW, tail_BWP in zip(qkv_3BP, conv_3PW, take(tails, slot), strict=True):
         y_B1P, tail_BWP = short_conv(x_BP[:, None], w_PW, tail_BWP, lengths_B)
         mixed.append(y_B1P.reshape(*y_B1P.shape[:2], b_BH.shape[1], -1))
         new_tails.append(tail_BWP)
     mixed = _apart((*mixed, z_BHK[:, None], b_BH[:, None]))
     q, k, v, g, beta = _apart(normalised(mixed, A_log_H, dt_bias_HK, bound))
-    o_B1HV, new_state_BHVK = kda(q, k, v, g, beta, _take(state, slot), valid_BT=valid_B1)
+    o_B1HV, new_state_BHVK = kda(q, k, v, g, beta, take(state, slot), valid_BT=valid_B1)
     o_BHV, gate_BHV = _apart((o_B1HV[:, 0], gate_BHV))
     o_BHV = _apart(gated_norm(o_BHV, gate_BHV, norm_V, eps))
     o_BHV = o_BHV if valid_B is None else zero_unless(valid_B1, o_BHV)
-    return o_BHV, _put(state, new_state_BHVK, slot), _put(tails, jnp.stack(new_tails), slot)
+    return o_BHV, put(state, new_state_BHVK, slot), put(tails, jnp.stack(new_tails), slot)
 
 
 _apart = lax.optimization_barrier
-
-
-def _take(stack, slot):
-    return stack if slot is None else lax.dynamic_index_in_dim(stack, slot, 0, keepdims=False)
-
-
-def _put(stack, layer, slot):
-    return layer if slot is None else lax.dynamic_update_index_in_dim(stack, layer, slot, 0)
 
 
 # name -> f((qkv, z, b, gate), (conv, A_log, dt_bias, norm), state, tails, valid or None,

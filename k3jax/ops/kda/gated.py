@@ -22,7 +22,7 @@ from k3jax.ops.kda.core import (
     zero_unless,
 )
 from k3jax.ops.kda.packing import pack
-from k3jax.ops.packed import Lengths, bounds
+from k3jax.ops.packed import Lengths, bounds, expect_alone
 
 _log = logging.getLogger(__name__)
 
@@ -163,10 +163,7 @@ def gated_kda(
     expect("gated_kda: dt_bias", dt_bias_HK, (heads, k_dim), jnp.float32)
     states, packing = batch, None
     if packed_lengths_N is not None:
-        if lengths_B is not None:
-            raise InputError("gated_kda: lengths and packed_lengths given, expected one of them")
-        if batch != 1:
-            raise InputError(f"gated_kda: packed_lengths with batch {batch}, expected batch 1")
+        expect_alone("gated_kda", batch, lengths_B)
         start_N, length_N = bounds("gated_kda", packed_lengths_N, length)
         states, packing = len(start_N), pack(start_N, length_N, length, xla.chunk_size(length))
     state_shape = (states, heads, v_BTHV.shape[-1], k_dim)

@@ -631,10 +631,9 @@ def gated_kda(
     sequences = state.shape[0]
     if stretches is None:
         stretches = min(FULL // (sequences * heads), chunks // sequences // STRETCH)
-    final = state
+    final, gates = state, (jnp.exp(A_log_H), dt_bias_HK, lower_bound)
     for turn in range(passes):
         at = _Place(real_BPC[:, turn].reshape(-1), jnp.full((1,), turn * chunks, jnp.int32), chunks)
-        gates = (jnp.exp(A_log_H), dt_bias_HK, lower_bound)
         solved = _solve(q, k, z, b_BHT, *gates, at, interpret)
         if stretches > 1:
             parts = _stretches(solved, v_BTP, final, begin_S, count_S, at, stretches, interpret)

@@ -25,6 +25,7 @@ from jax import Array, lax
 
 from k3jax.ops.kda.core import expect
 from k3jax.ops.kda.decode import kda_decode
+from k3jax.ops.stacks import take
 
 
 @jax.tree_util.register_dataclass
@@ -84,10 +85,8 @@ def verify_window(
     if lengths_B is None:
         lengths_B = jnp.full((batch,), length, jnp.int32)
     expect("verify_window: lengths", lengths_B, (batch,), jnp.int32)
-    if slot is not None:  # a loop over the stack would copy all layers
-        state_BHVK, tails_3BWP = (
-            lax.dynamic_index_in_dim(x, slot, 0, keepdims=False) for x in (state_BHVK, tails_3BWP)
-        )
+    # A loop over the stack would copy all layers.
+    state_BHVK, tails_3BWP = take(state_BHVK, slot), take(tails_3BWP, slot)
 
     def step(carry, row):
         (qkv_3BP, z_BHK, b_BH, gate_BHV), valid_B = row

@@ -182,9 +182,8 @@ def _solve(q_CK, k_CK, v_CV, g_CK, beta_C) -> _Chunk:
 
 def _erase_and_write(chunk: _Chunk):
     """(E, B) with S' = S decay - S E + B. Padding has exactly E = B = 0 and decay = 1."""
-    return _matmul(_transposed(chunk.w_CK), chunk.k_CK), _matmul(
-        _transposed(chunk.u_CV), chunk.k_CK
-    )
+    erase_KK = _matmul(_transposed(chunk.w_CK), chunk.k_CK)
+    return erase_KK, _matmul(_transposed(chunk.u_CV), chunk.k_CK)
 
 
 def _dense_maps(chunk: _Chunk):
@@ -342,8 +341,7 @@ def associative(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state_BHVK):
 def chunk_maps(k_BTHK, v_BTHV, g_BTHK, beta_BTH):
     """The affine map S -> S M + B of each chunk of 64 rows (of all T rows if T < 64).
 
-    All of T at once: K (K + V) floats a chunk and head. Sequence parallelism composes the maps of
-    a shard with `compose` and exchanges one (M, B) a shard.
+    All of T at once: K (K + V) floats a chunk and head; `span_map` has one map for all rows.
 
     Args:
       k_BTHK, v_BTHV: keys and values, floating.

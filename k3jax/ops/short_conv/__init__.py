@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from k3jax.errors import InputError
-from k3jax.ops.packed import Lengths, bounds
+from k3jax.ops.packed import Lengths, bounds, expect_alone
 from k3jax.ops.short_conv.xla import filtered, packed
 
 __all__ = ["short_conv"]
@@ -53,10 +53,7 @@ def short_conv(
     width = w_PW.shape[1]
     tails, sequences = batch, None
     if packed_lengths_N is not None:
-        if lengths_B is not None:
-            raise InputError("short_conv: lengths and packed_lengths given, expected one of them")
-        if batch != 1:
-            raise InputError(f"short_conv: packed_lengths with batch {batch}, expected batch 1")
+        expect_alone("short_conv", batch, lengths_B)
         sequences = bounds("short_conv", packed_lengths_N, length)
         tails = len(sequences[0])
     tail_shape = (tails, width - 1, channels)
