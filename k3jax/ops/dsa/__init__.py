@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from k3jax.ops import mla
+from k3jax.ops import choice, mla, target
 from k3jax.ops.dsa import xla
 from k3jax.ops.dsa.merge import keep
-from k3jax.ops.mla import blocks
+from k3jax.ops.mla import blocks, latent
 from k3jax.ops.rows import Rows
 
 __all__ = [
@@ -25,8 +26,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-SELECT_IMPLEMENTATIONS = ("streamed",)
-ATTEND_IMPLEMENTATIONS = ("gathered", "masked")
+# name -> f(q_BTHK, rows, w_BTH, positions_BT, topk) -> (rank_BTk, at_BTk), see `candidates`; k may
+# exceed topk, then the rest has rank -inf. Any order: rows are sorted afterwards.
+SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {}
+# What "auto" tries, in this order; refusals take (q_BTHK, rows, w_BTH, topk).
+SELECT_KERNELS: dict[str, choice.Kernel] = {}
+
+SELECT_IMPLEMENTATIONS = ("streamed", *SELECT_KERNELS)
+ATTEND_IMPLEMENTATIONS = ("gathered", "masked", *latent.KERNELS)
 
 MASKED_KEYS = 4096
 """Longest cache that "auto" attends to densely under a mask."""
@@ -81,7 +88,8 @@ def select(
       q_BTHK, k_BSK, w_BTH: as for ``scores``. Keys after the positions may hold anything.
       positions_BT: int32, the cache row of each query; -1 marks a padded query (selects nothing).
       topk: rows to keep, 2048 in K3.1.
-      implementation: "auto" or "streamed".
+      implementation: "auto" or a name in `SELECT_IMPLEMENTATIONS`. "auto" takes the kernel of the
+        device that the program is for, or "streamed" where there is none or it refuses.
       query_block: queries at a time, or None for a size from ``blocks.BUDGET_BYTES``.
       key_block: keys at a time, or None likewise.
 
@@ -96,15 +104,17 @@ def select(
     _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT)
     if topk < 1:
         raise ValueError(f"dsa.select: topk must be at least 1, got {topk}")
-    if implementation not in ("auto", *SELECT_IMPLEMENTATIONS):
-        known = ", ".join(("auto", *SELECT_IMPLEMENTATIONS))
-        raise ValueError(f"dsa.select: implementation {implementation!r} is not one of {known}")
     keys = k_BSK.shape[1]
+    inputs = (q_BTHK, Rows.of(k_BSK), w_BTH, positions_BT, topk)
+    implementation = _pick(implementation, *inputs)
     if keys <= topk:
         log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
         return xla.everything(positions_BT, keys, topk)
-    best = _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block, key_block)
-    return xla.ascending(*best)
+    if implementation in SELECT:
+        best = SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), positions_BT, topk)
+    else:
+        best = _streamed(*inputs, query_block, key_block)
+    return xla.ascending(*best)[..., :topk]
 
 
 def candidates(
@@ -119,11 +129,27 @@ def candidates(
     Arguments as for ``select``; positions count this device's rows.
 
     Returns:
-      (rank_BTk float32, at_BTk int32), best first, equal scores by position. ``rank`` orders
-      candidates of all devices and is -inf where there is none. `keep` picks among them.
+      (rank_BTk float32, at_BTk int32) in any order. ``rank`` orders candidates of all devices and
+      is -inf where there is none. `keep` picks among them.
     """
     _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT)
-    return _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, min(topk, k_BSK.shape[1]), None, None)
+    inputs = (q_BTHK, Rows.of(k_BSK), w_BTH, positions_BT, min(topk, k_BSK.shape[1]))
+    implementation = _pick("auto", *inputs)
+    if implementation in SELECT:
+        return SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), *inputs[3:])
+    return _streamed(*inputs, None, None)
+
+
+def _pick(implementation: str, q_BTHK, rows: Rows, w_BTH, positions_BT, topk: int) -> str:
+    """What runs for ``implementation``, a name or "auto"; logged with the reason."""
+    name, reason = choice.select(
+        *("dsa.select", implementation, SELECT_IMPLEMENTATIONS, SELECT_KERNELS),
+        target.device_kind(),
+        (q_BTHK, rows, w_BTH, topk),
+    )
+    name = "streamed" if name == "xla" else name
+    log.debug("dsa.select: %s (%s); %d keys, topk %d", name, reason, rows.shape[1], topk)
+    return name
 
 
 def _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block, key_block):
@@ -165,8 +191,9 @@ def attend(
     "gathered" copies each query's rows and attends in the absorbed form, by query blocks within
     ``blocks.BUDGET_BYTES``. "masked" is dense attention under a mask made from the indices: more
     products, no gather; it takes mla's own choice of form. "auto" takes masked when
-    S <= min(8 k, 4096) and there are at least 16 queries, or when S <= k. Both are
-    differentiable in q, cache, w_k and w_v.
+    S <= min(8 k, 4096) and there are at least 16 queries, or when S <= k. Where the device has a
+    kernel that takes these shapes, "auto" takes that. All are differentiable in q, cache, w_k and
+    w_v.
 
     Args:
       q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC: as for ``mla``. Rows that no query of their batch
@@ -174,8 +201,8 @@ def attend(
       indices_BTk: int32 from ``select``. Negative entries are absent, and so are those past the
         cache. No row twice for one query. A query without any row gives zeros.
       scale: (N + R) ** -0.5 in K3.1.
-      spread: when other devices hold other rows; always gathered.
-      implementation: "auto", "gathered" or "masked".
+      spread: when other devices hold other rows; never masked.
+      implementation: "auto" or a name in `ATTEND_IMPLEMENTATIONS`.
       query_block: queries at a time, or None for a size from the budget.
 
     Returns:
@@ -190,25 +217,28 @@ def attend(
     mla.check(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, "dsa.attend", spread=apart)
     queries, heads = q_BTHQ.shape[1:3]
     (batch, keys, row), topk = cache_BSC.shape, indices_BTk.shape[2]
-    reason = "asked for"
+    rows, where = Rows.of(cache_BSC), ("indices", indices_BTk)
+    name, reason = choice.select(
+        *("dsa.attend", implementation, ATTEND_IMPLEMENTATIONS, latent.KERNELS),
+        target.device_kind(),
+        (q_BTHQ, rows, w_k_HNC, where),
+    )
     if spread is not None:
-        implementation, reason = "gathered", "the cache is spread over devices"
         heads = jax.eval_shape(spread.queries, q_BTHQ).shape[2]
-    if implementation == "auto":
+        name = "gathered" if name == "masked" else name
+    if name == "xla":
         short = keys <= topk or (keys <= min(MASKED_RATIO * topk, MASKED_KEYS) and queries >= 16)
-        implementation = "masked" if short else "gathered"
-        reason = f"{queries} queries select {topk} of {keys} rows"
-    log.debug("dsa.attend: %s (%s)", implementation, reason)
-    if implementation == "masked":
-        return mla.dispatch(
-            *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, ("indices", indices_BTk)),
-            scale=scale,
-            implementation="auto",
-            query_block=query_block,
+        name = "masked" if short and spread is None else "gathered"
+        reason += f"; {queries} queries select {topk} of {keys} rows"
+    log.debug("dsa.attend: %s (%s)", name, reason)
+    inputs = (q_BTHQ, rows, w_k_HNC, w_v_HVC)
+    if name in latent.KERNELS:
+        return latent.attention(
+            *(name, *inputs, where), scale=scale, spread=spread, query_block=query_block
         )
-    if implementation != "gathered":
-        known = ", ".join(("auto", *ATTEND_IMPLEMENTATIONS))
-        raise ValueError(f"dsa.attend: implementation {implementation!r} is not one of {known}")
+    if name == "masked":
+        form, _ = mla.choose(q_BTHQ, rows, w_k_HNC, w_v_HVC)
+        return mla.portable(form, *inputs, where, scale=scale, query_block=query_block)
     # Gathered rows before and after masking, scores and weights, weighted rows.
     size = q_BTHQ.dtype.itemsize
     per_query = batch * (topk * row * size * 2 + heads * (topk * 8 + row * 8))

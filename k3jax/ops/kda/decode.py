@@ -9,8 +9,8 @@ from jax import Array, lax
 
 from k3jax.errors import InputError
 from k3jax.ops import target
+from k3jax.ops.choice import Kernel, select
 from k3jax.ops.kda import mosaic_gpu_decode, mosaic_tpu_decode
-from k3jax.ops.kda.choice import Kernel, select
 from k3jax.ops.kda.core import describe, expect, expect_bound, kda, zero_unless
 from k3jax.ops.kda.gated import normalised
 from k3jax.ops.short_conv import short_conv

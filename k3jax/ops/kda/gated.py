@@ -10,8 +10,8 @@ from jax import Array
 
 from k3jax.errors import InputError
 from k3jax.ops import target
+from k3jax.ops.choice import Kernel, select
 from k3jax.ops.kda import mosaic_gpu_chunked, mosaic_tpu_chunked, xla
-from k3jax.ops.kda.choice import Kernel, select
 from k3jax.ops.kda.core import (
     decay,
     describe,

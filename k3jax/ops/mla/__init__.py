@@ -9,14 +9,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from k3jax.ops.mla import blocks, xla
+from k3jax.ops import choice, target
+from k3jax.ops.mla import blocks, latent, xla
 from k3jax.ops.rows import Rows
 
 __all__ = ["EXPANDED_BYTES", "IMPLEMENTATIONS", "Spread", "choose", "mla"]
 
 log = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("expanded", "absorbed")
+PORTABLE = {"expanded": xla.expanded, "absorbed": xla.absorbed}
+IMPLEMENTATIONS = (*PORTABLE, *latent.KERNELS)
 
 EXPANDED_BYTES = 2**30
 """Per-head keys and values that "auto" lets the expanded form hold, on global shapes. At K3's
@@ -76,7 +78,8 @@ def mla(
         -1 marks a padded query, whose output is zero.
       scale: (N + R) ** -0.5 in K3.
       spread: when other devices hold other rows; always absorbed.
-      implementation: "auto", "expanded" or "absorbed".
+      implementation: "auto" or a name in `IMPLEMENTATIONS`. The kernels run the absorbed form;
+        "auto" takes one where it would be absorbed and the device has one that takes these shapes.
       query_block: queries at a time, or None for a size from ``blocks.BUDGET_BYTES``.
       key_block: cache rows at a time, or None likewise.
 
@@ -125,23 +128,59 @@ def choose(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC) -> tuple[str, str]:
     return "expanded", f"fewer products, and {size} bytes of keys and values"
 
 
-def dispatch(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, spread=None, **options):
-    """Run the named or chosen form with planned block sizes; ``where`` is explained in ``xla``."""
-    reason = "asked for"
-    if spread is not None:
-        implementation, reason = "absorbed", "the cache is spread over devices"
-        options["spread"] = spread
-    if implementation == "auto":
-        implementation, reason = choose(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC)
-    if implementation not in IMPLEMENTATIONS:
+def dispatch(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, scale, implementation, **options):
+    """Run the named or chosen form; ``where`` is explained in ``xla``.
+
+    Options: spread, query_block and key_block of `mla`.
+    """
+    arrays = (q_BTHQ, Rows.of(cache_BSC), w_k_HNC, w_v_HVC)
+    implementation, reason = pick(implementation, *arrays, where, options.get("spread"))
+    log.debug(
+        "mla: %s (%s); %d queries, %d rows",
+        *(implementation, reason, q_BTHQ.shape[1], cache_BSC.shape[1]),
+    )
+    if implementation in latent.KERNELS:
+        return latent.attention(implementation, *arrays, where, scale=scale, **options)
+    return portable(implementation, *arrays, where, scale=scale, **options)
+
+
+def pick(implementation: str, q_BTHQ, rows: Rows, w_k_HNC, w_v_HVC, where, spread=None):
+    """(name, reason) of what runs for ``implementation``, a name or "auto".
+
+    Raises:
+      ValueError: the name is unknown, or its kernel is for other devices or refuses these shapes.
+    """
+    if implementation not in ("auto", *IMPLEMENTATIONS):
         known = ", ".join(("auto", *IMPLEMENTATIONS))
         raise ValueError(f"mla: implementation {implementation!r} is not one of {known}")
+    if implementation in PORTABLE and (implementation == "absorbed" or spread is None):
+        return implementation, "asked for"
+    form, reason = "absorbed", "the cache is spread over devices"
+    if spread is None and where[0] == "positions":
+        form, reason = choose(q_BTHQ, rows, w_k_HNC, w_v_HVC)
+    if implementation == "auto" and form == "expanded":
+        return form, reason
+    name, why = choice.select(
+        *("mla", implementation, IMPLEMENTATIONS, latent.KERNELS),
+        target.device_kind(),
+        (q_BTHQ, rows, w_k_HNC, where),
+    )
+    return (name, why) if name in latent.KERNELS else (form, f"{reason}; {why}")
+
+
+def portable(
+    form, q_BTHQ, rows, w_k_HNC, w_v_HVC, where, *, scale, spread=None, query_block=None,
+    key_block=None,
+):  # fmt: skip
+    """The portable forms with planned block sizes."""
     queries, heads, width = q_BTHQ.shape[1:]
-    batch, keys, row = cache_BSC.shape
+    batch, keys, row = rows.shape
     size = q_BTHQ.dtype.itemsize
+    extra = {}
     if spread is not None:
         heads = jax.eval_shape(spread.queries, q_BTHQ).shape[2]
-    if implementation == "expanded":
+        extra["spread"] = spread
+    if form == "expanded":
         per_key, out = batch * heads * (width + w_v_HVC.shape[1]) * size, w_v_HVC.shape[1]
     else:
         per_key, out = batch * row * size, row
@@ -149,18 +188,12 @@ def dispatch(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where, *, implementation, spre
     pair = batch * (heads * 8 + 1)
     per_query = batch * heads * (width * size + 2 * out * 4)
     plan = blocks.plan(queries, keys, pair=pair, per_key=per_key, per_query=per_query)
-    query_block = options.pop("query_block", None) or plan[0]
-    key_block = min(options.pop("key_block", None) or plan[1], keys)
-    log.debug(
-        "mla: %s (%s); %d x %d rows in blocks of %d x %d",
-        *(implementation, reason, queries, keys, query_block, key_block),
-    )
-    form = xla.expanded if implementation == "expanded" else xla.absorbed
-    return form(
-        *(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, where),
-        query_block=query_block,
-        key_block=key_block,
-        **options,
+    return PORTABLE[form](
+        *(q_BTHQ, rows, w_k_HNC, w_v_HVC, where),
+        scale=scale,
+        query_block=query_block or plan[0],
+        key_block=min(key_block or plan[1], keys),
+        **extra,
     )
 
 

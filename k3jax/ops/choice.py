@@ -1,6 +1,6 @@
 """Which implementation of an op runs: the kernel of a device, or the portable form and why."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from k3jax.errors import InputError
@@ -30,7 +30,7 @@ def choose(kernels: Mapping[str, Kernel], device: str, arguments: tuple):
 def select(
     op: str,
     implementation: str,
-    implementations: Mapping[str, Callable],
+    implementations: Collection[str],
     kernels: Mapping[str, Kernel],
     device: str,
     arguments: tuple,
