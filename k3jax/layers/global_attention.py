@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.cache.state import GlobalCache, write_rows
+from k3jax.cache.state import GlobalCache
 from k3jax.config import Config
 from k3jax.layers.norms import layer_norm, rms_norm
 from k3jax.layers.params import Maker, linear
@@ -154,16 +155,13 @@ class GlobalAttention(nnx.Module):
         if cache is None:
             index = None if index_rows_BTK is None else Rows.of(index_rows_BTK)
             return None, Rows.of(rows_BTC), index
-        target = stripe.target(tokens.cache_positions_BT)
-
-        def write(stack, new):
-            return write_rows(stack, stripe.sequences(new), target, slot)
-
-        latent = write(cache.latent_BSC, rows_BTC)
-        if index_rows_BTK is None:
-            return GlobalCache(latent, None), Rows.of(latent, slot), None
-        keys = write(cache.index_key_BSK, index_rows_BTK)
-        return GlobalCache(latent, keys), Rows.of(latent, slot), Rows.of(keys, slot)
+        table = cache.table_BM
+        if table is not None:  # of every sequence that this device holds rows of
+            cache = dataclasses.replace(cache, table_BM=stripe.sequences(table))
+        new = [None if r is None else stripe.sequences(r) for r in (rows_BTC, index_rows_BTK)]
+        cache = cache.write(*new, stripe.target(tokens.cache_positions_BT), slot)
+        views = cache.latents(slot), cache.index_keys(slot)
+        return dataclasses.replace(cache, table_BM=table), *views
 
     def _select(self, own, group, index_rows: Rows, visible_BT, tokens: Tokens) -> jax.Array:
         """Selected rows [B, T, topk] where every device of a group holds the same rows: each
