@@ -255,6 +255,11 @@ def global_caches(arrays):
     return [c for c in groups if isinstance(c, state.GlobalCache)]
 
 
+def pools(c):
+    """A global cache without its table."""
+    return dataclasses.replace(c, table_BM=None)
+
+
 def schedule(steps, batch, chunk, page, pages, pool, seed=0):
     """200 mixed steps: each sequence gets 0 to ``chunk`` tokens and takes pages as it grows; one
     that is full, or finds no page free, gives its pages back and starts anew."""
@@ -279,15 +284,16 @@ def schedule(steps, batch, chunk, page, pages, pool, seed=0):
     return (*arrays, rng.integers(0, 96, (steps, batch, chunk)).astype(np.int32))
 
 
-def test_poison_in_free_pages_and_unused_rows():
+@pytest.mark.parametrize("dsa", [False, True])
+def test_poison_in_free_pages_and_unused_rows(dsa):
     """200 mixed steps of the model, before each of which all rows that hold no token become NaN,
     have the bits of the same steps with zeros there."""
     page, pages, pool, batch = 5, 9, 20, 3
     steps = schedule(200, batch, 4, page, pages, pool)
-    module = model(True).module
+    module = tiny.module(tiny.config(3, (2, 3), dsa=dsa))  # KDA, and a stack of two global layers
     free = pool - (steps[0] >= 0).sum((1, 2))
     assert free.min() < 2 < 10 < free.max()
-    assert steps[1].max() > 2 * module.config.dsa.topk
+    assert steps[1].max() > 2 * tiny.config().dsa.topk
     assert {0, 1, 2, 3, 4} == set(steps[2].reshape(-1).tolist())
 
     def prepared(cache, table, start_B, fill):
@@ -303,8 +309,7 @@ def test_poison_in_free_pages_and_unused_rows():
                 states = jnp.where(going[:, None, None, None], c.state_BHVK, 0)
                 tails = jnp.where(going[:, None, None], c.tails_3BWP, 0)
                 return dataclasses.replace(c, state_BHVK=states, tails_3BWP=tails)
-            stained = (jnp.where(used, a, fill) for a in (c.latent_BSC, c.index_key_BSK))
-            return state.GlobalCache(*stained)
+            return jax.tree.map(lambda a: jnp.where(used, a, fill), pools(c))
 
         return dataclasses.replace(
             state.with_table(state.each(cache, one), table), lengths_B=start_B
@@ -322,7 +327,7 @@ def test_poison_in_free_pages_and_unused_rows():
     def cut(c):
         if isinstance(c, state.KDACache):
             return c
-        return state.GlobalCache(c.latent_BSC[..., :pool, :, :], c.index_key_BSK[..., :pool, :, :])
+        return jax.tree.map(lambda a: a[..., :pool, :, :], pools(c))
 
     empty = state.each(state.empty(module.config, batch, pages * page, jnp.float32, page), cut)
     empty = state.with_table(empty, jnp.asarray(steps[0][0]))
@@ -380,8 +385,7 @@ def stained(c):
     """A layer's pools with NaN in every row."""
     if not isinstance(c, state.GlobalCache):
         return c
-    latent, key = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), (c.latent_BSC, c.index_key_BSK))
-    return dataclasses.replace(c, latent_BSC=latent, index_key_BSK=key)
+    return jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), pools(c))
 
 
 def test_tables_are_split_by_sequence():
