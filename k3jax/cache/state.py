@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from k3jax.config import Config, LayerSpec
 from k3jax.ops.kda import Window
-from k3jax.ops.rows import Rows
+from k3jax.ops.rows import Rows, Scaled
 
 
 @jax.tree_util.register_dataclass
@@ -43,36 +43,39 @@ class GlobalCache:
 
     Attributes:
     latent_BSC: [B, S, kv_lora_rank + rope], normed latent and raw rope part, model dtype.
-    index_key_BSK: [B, S, K] for K3.1, else None.
+    index_key_BSK: [B, S, K] for K3.1, else None; model dtype, or codes in float8_e4m3fn.
+    index_factor_BS: [B, S] float32, what a key's codes are multiplied by; None for model dtype.
     table_BM: int32 pages of each sequence; None when a sequence is a row of the batch.
     """
 
     latent_BSC: jax.Array
     index_key_BSK: jax.Array | None
+    index_factor_BS: jax.Array | None = None
     table_BM: jax.Array | None = None
 
     def latents(self, slot=None) -> Rows:
         return Rows.of(self.latent_BSC, slot, self.table_BM)
 
-    def index_keys(self, slot=None) -> Rows | None:
+    def index_keys(self, slot=None) -> Rows | Scaled | None:
         if self.index_key_BSK is None:
             return None
+        if self.index_factor_BS is not None:
+            return Scaled.of(self.index_key_BSK, self.index_factor_BS, slot, self.table_BM)
         return Rows.of(self.index_key_BSK, slot, self.table_BM)
 
-    def write(self, latent_BTC, key_BTK, positions_BT, slot=None) -> GlobalCache:
-        """The cache with new rows at their positions, see `write_rows`."""
+    def write(self, latent_BTC, key_BTK, factor_BT, positions_BT, slot=None) -> GlobalCache:
+        """The cache with new rows at their positions, see `write_rows`; what it lacks is None."""
 
         def put(stack, rows):
-            return (
-                None
-                if stack is None
-                else write_rows(stack, rows, positions_BT, slot, self.table_BM)
-            )
+            if stack is None:
+                return None
+            return write_rows(stack, rows, positions_BT, slot, self.table_BM)
 
-        return dataclasses.replace(
-            self,
-            latent_BSC=put(self.latent_BSC, latent_BTC),
-            index_key_BSK=put(self.index_key_BSK, key_BTK),
+        return GlobalCache(
+            put(self.latent_BSC, latent_BTC),
+            put(self.index_key_BSK, key_BTK),
+            put(self.index_factor_BS, factor_BT),
+            self.table_BM,
         )
 
 
@@ -96,6 +99,7 @@ AXES = {
     "b_BTH": ("batch", "token", "head_count"),
     "latent_BSC": ("batch", "cache_sequence", "kv_cache"),
     "index_key_BSK": ("batch", "cache_sequence", "index_dim"),
+    "index_factor_BS": ("batch", "cache_sequence"),
     "table_BM": ("batch", "token"),  # pages of a sequence are whole, as its tokens are
 }
 """Logical axes of each array; a stack of layers has "layers" before them. In a pool "batch" are its
@@ -125,8 +129,11 @@ def layer_cache(
         table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
     latent = jnp.zeros((*rows, config.mla.cache_width), dtype)
     if config.dsa is None:
-        return GlobalCache(latent, None, table)
-    return GlobalCache(latent, jnp.zeros((*rows, config.dsa.head_dim), dtype), table)
+        return GlobalCache(latent, None, None, table)
+    keys, factors = (*rows, config.dsa.head_dim), None
+    if config.dsa.scaled_keys:
+        dtype, factors = jnp.float8_e4m3fn, jnp.zeros(rows, jnp.float32)
+    return GlobalCache(latent, jnp.zeros(keys, dtype), factors, table)
 
 
 def empty(

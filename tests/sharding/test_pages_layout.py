@@ -24,10 +24,14 @@ def dealt(groups: int):
 
 
 # The cache over the tensor axis: each half of the batch has its pool. Over both axes: one pool.
-@pytest.mark.parametrize(("name", "groups"), [("striped-heads", 2), ("striped-all", 1)])
-def test_pages_of_stripes_have_the_bits_of_stripes(name, groups):
+@pytest.mark.parametrize(
+    ("name", "groups", "keys"),
+    [("striped-heads", 2, "bfloat16"), ("striped-all", 1, "float8_e4m3fn")],
+)
+def test_pages_of_stripes_have_the_bits_of_stripes(name, groups, keys):
     layout, config = spread.layout(name), spread.module().config
-    config = dataclasses.replace(config, layers=tiny.layer_list(3, (2, 3)))
+    index = dataclasses.replace(config.dsa, index_key_dtype=keys)
+    config = dataclasses.replace(config, layers=tiny.layer_list(3, (2, 3)), dsa=index)
     model = spread.spread(tiny.module(config), layout)
     prefill = jax.jit(Programs.of(model.module, layout, model.mesh).prefill)
     results = []
