@@ -66,15 +66,14 @@ class GlobalCache:
     def write(self, latent_BTC, key_BTK, factor_BT, positions_BT, slot=None) -> GlobalCache:
         """The cache with new rows at their positions, see `write_rows`; what it lacks is None."""
 
-        def put(stack, rows):
-            if stack is None:
-                return None
+        def put(stack: jax.Array, rows) -> jax.Array:
             return write_rows(stack, rows, positions_BT, slot, self.table_BM)
 
+        keys, factors = self.index_key_BSK, self.index_factor_BS
         return GlobalCache(
             put(self.latent_BSC, latent_BTC),
-            put(self.index_key_BSK, key_BTK),
-            put(self.index_factor_BS, factor_BT),
+            None if keys is None else put(keys, key_BTK),
+            None if factors is None else put(factors, factor_BT),
             self.table_BM,
         )
 
