@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops import choice, mla, target
-from k3jax.ops.dsa import fp8, xla
+from k3jax.ops.dsa import fp8, mosaic_gpu, xla
 from k3jax.ops.dsa.fp8 import agreement
 from k3jax.ops.dsa.merge import keep
 from k3jax.ops.mla import blocks, latent
@@ -31,9 +31,11 @@ log = logging.getLogger(__name__)
 # name -> f(q_BTHK, rows, w_BTH, positions_BT, topk) -> (rank_BTk, at_BTk), see `candidates`; k may
 # exceed topk, then the rest has rank -inf. Any order: rows are sorted afterwards. Keys in eight
 # bits come as `Scaled`, with q in float8_e4m3fn and its factors in w (`fp8.meet`).
-SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {}
+SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "mosaic_gpu": mosaic_gpu.candidates,
+}
 # What "auto" tries, in this order; refusals take (q_BTHK, rows, w_BTH, topk).
-SELECT_KERNELS: dict[str, choice.Kernel] = {}
+SELECT_KERNELS = {"mosaic_gpu": choice.Kernel(target.is_hopper, mosaic_gpu.refusal)}
 
 SELECT_IMPLEMENTATIONS = ("streamed", *SELECT_KERNELS)
 ATTEND_IMPLEMENTATIONS = ("gathered", "masked", *latent.KERNELS)
@@ -118,7 +120,7 @@ def select(
     if implementation in SELECT:
         best = SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), positions_BT, topk)
     else:
-        best = _streamed(*inputs, query_block, key_block)
+        best = streamed(*inputs, query_block, key_block)
     return xla.ascending(*best)[..., :topk]
 
 
@@ -142,7 +144,7 @@ def candidates(
     implementation = _pick("auto", *inputs)
     if implementation in SELECT:
         return SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), *inputs[3:])
-    return _streamed(*inputs, None, None)
+    return streamed(*inputs)
 
 
 def _pick(implementation: str, q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT, topk: int) -> str:
@@ -157,7 +159,12 @@ def _pick(implementation: str, q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT,
     return name
 
 
+<<<<<<< HEAD
 def _streamed(q_BTHK, rows, w_BTH, positions_BT, topk, query_block, key_block):
+=======
+def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block=None, key_block=None):
+    """`candidates` in the portable form, best first."""
+>>>>>>> main
     batch, queries, heads, _ = q_BTHK.shape
     keys, width = rows.shape[1:]
     plan = blocks.plan(
