@@ -73,13 +73,13 @@ def refusal(q_BTHQ, rows, w_k_HNC, where) -> str | None:
 
 def ring(heads: int) -> int:
     """Chunks of the ring beside everything else in shared memory."""
-    left = SHARED - heads * (ROW + parts.BLOCK) * 2 - 5120
+    left = SHARED - heads * ((ROW + parts.BLOCK) * 2 + parts.THREADS) - 5120
     return min(left // (parts.BLOCK * parts.CHUNK * 2), 2 * CHUNKS - 1)
 
 
 def _kernel(
     q_g, stack_g, where_g, bases_g, o_g, lse_g,
-    q_s, ring_s, p_s, bias_s, top_s, scale_s, scratch_s, need_s, arrived, filled, free, meet,
+    q_s, ring_s, p_s, bias_s, top_s, scale_s, weight_s, scratch_s, need_s, arrived, filled, free, meet,
     *, kind, queries, keys, splits, page, scale, interpret,
 ):  # fmt: skip
     unit, split, part = (lax.axis_index(x) for x in ("unit", "split", "heads"))
@@ -97,7 +97,7 @@ def _kernel(
     begin = split * share
     count = jnp.clip(count - begin, 0, share)
     slot_of = lambda g: lax.rem(g, _i32(slots))  # noqa: E731
-    after = lambda slot: jnp.where(slot == slots - 1, 0, slot + 1)  # noqa: E731
+    wrapped = lambda slot: jnp.where(slot >= slots, slot - slots, slot)  # noqa: E731
 
     @pl.when(warpgroup == 2)
     def _():
@@ -125,7 +125,7 @@ def _kernel(
                 parts.copy(stack_g, found, column, ring_s.at[slot], interpret=interpret)
                 parts.copied(behind, interpret=interpret)
                 pl.when(g >= behind)(lambda: plgpu.barrier_arrive(filled.at[last]))
-                return after(slot), jnp.where(g >= behind, after(last), last)
+                return wrapped(slot + 1), jnp.where(g >= behind, wrapped(last + 1), last)
 
             return lax.fori_loop(0, CHUNKS, chunk, carry)
 
@@ -152,6 +152,7 @@ def _kernel(
         shape, wide = (parts.BLOCK, half), (parts.CHUNK, heads)
         spread = lambda x: plgpu.layout_cast(x, COLUMNS)  # noqa: E731
         top_s[own] = spread(jnp.full((half,), LOWEST, _f32))
+        parts.clear_own(weight_s.at[warpgroup], half, interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_wait(arrived)
 
@@ -159,12 +160,12 @@ def _kernel(
             plgpu.barrier_arrive(meet.at[which])
             plgpu.barrier_wait(meet.at[which])
 
-        def scores(n):
+        def scores(begin):
             def chunk(c):
-                g = n * CHUNKS + c
-                plgpu.barrier_wait(filled.at[slot_of(g)])
+                slot = wrapped(begin + c)
+                plgpu.barrier_wait(filled.at[slot])
                 q = q_s.at[own, pl.ds(ORDER[c] * parts.CHUNK, parts.CHUNK)]
-                return ring_s.at[slot_of(g)], q.transpose((1, 0))
+                return ring_s.at[slot], q.transpose((1, 0))
 
             if interpret:
                 return products((shape, None, [chunk(c) for c in range(CHUNKS)]), interpret=True)[0]
@@ -177,8 +178,8 @@ def _kernel(
             return pl.run_scoped(issue, plgpu.ACC(shape, _f32))
 
         def step(n, carry):
-            *o, weight = carry
-            x = scores(n) * (scale * LOG2E)
+            *o, first = carry  # place of the first chunk of this step
+            x = scores(first) * (scale * LOG2E)
             # Only behind the first chunk of a step is this there.
             bias = plgpu.load(bias_s.at[lax.rem(n, _i32(2))], layout=ROWS)
             x = x + by_row(bias, shape)
@@ -187,18 +188,18 @@ def _kernel(
             meeting(0)  # after this one nobody reads the weights before
             rise = need_s[0] + need_s[1] > 0
 
-            def higher(weight):
+            @pl.when(rise)
+            def _():
                 new = jnp.maximum(top, parts.largest(x, scratch, interpret=interpret))
                 factor = jnp.exp2(top - new)
                 top_s[own] = new
                 scale_s[own] = factor
+                parts.scale_own(weight_s.at[warpgroup], factor, interpret=interpret)
                 plgpu.commit_smem()
-                return weight * factor
 
-            weight = lax.cond(rise, higher, lambda weight: weight, weight)
             top = plgpu.load(top_s.at[own], layout=COLUMNS)
             p = jnp.exp2(x - by_column(top, shape))
-            weight = weight + parts.own_sum(p, interpret=interpret)
+            parts.add_own(weight_s.at[warpgroup], p, interpret=interpret)
             p_s.at[own].transpose((1, 0))[...] = p.astype(_bf16)
             plgpu.commit_smem()
             meeting(1)
@@ -208,8 +209,7 @@ def _kernel(
                 return tuple(x * factor for x in o)
 
             o = lax.cond(rise, rescale, lambda *o: o, *o)
-            slots_o = [slot_of(n * CHUNKS + 1 + 2 * j + warpgroup) for j in range(TILES)]
-            first = slot_of(n * CHUNKS)
+            slots_o = [wrapped(first + 1 + 2 * j + warpgroup) for j in range(TILES)]
 
             def release(j):
                 if j < 0:
@@ -237,12 +237,12 @@ def _kernel(
                         release(j)
 
                 o = pl.run_state(issue)([plgpu.ACC.init(x) for x in o])
-            return (*o, weight)
+            return (*o, wrapped(first + CHUNKS))
 
         zeros = lambda shape: plgpu.layout_cast(jnp.zeros(shape, _f32), parts.WGMMA)  # noqa: E731
-        carry = (*[zeros(wide) for _ in range(TILES)], spread(jnp.zeros((half,), _f32)))
-        *o, weight = lax.fori_loop(0, count, step, carry)
-        weight = parts.total(weight, scratch, interpret=interpret)
+        carry = (*[zeros(wide) for _ in range(TILES)], _i32(0))
+        *o, _ = lax.fori_loop(0, count, step, carry)
+        weight = parts.total(weight_s.at[warpgroup], half, scratch, interpret=interpret)
         seen = weight > 0
         top = plgpu.load(top_s.at[own], layout=COLUMNS)
         lse = jnp.where(seen, (top + jnp.log2(weight)) * (1 / LOG2E), -jnp.inf)
@@ -318,6 +318,7 @@ def latent(
             plgpu.SMEM((2, parts.BLOCK), _f32),
             plgpu.SMEM((group,), _f32),
             plgpu.SMEM((group,), _f32),
+            plgpu.SMEM((2, parts.own_size(group // 2)), _f32),
             plgpu.SMEM((2, 256), _f32),
             plgpu.SMEM((2,), _i32),
             plgpu.Barrier(num_arrivals=1),

@@ -249,54 +249,99 @@ def _reduce(op, x_MN, layout, scratch_w):
     return reduce(x_MN, scratch_w)
 
 
-def own_sum(x_MN, *, interpret):
-    """Sums over the rows of each thread: like `COLUMNS`, but partial. `total` completes them."""
-    if interpret:
-        return jnp.sum(x_MN, axis=0)
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
-    shape = (x_MN.shape[1],)
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=COLUMNS),
-    )
-    def add(_, x):
-        layout = mgpu.WGMMA_LAYOUT.reduce((0,))
-        pairs = x.registers[0, :, 0, 0, :, 0, 0, 0, 0]
-        sums = [functools.reduce(arith.addf, row) for row in pairs]
-        import numpy as np
-
-        registers = np.array(sums, dtype=object).reshape(layout.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    return add(x_MN)
+def own_size(columns: int) -> int:
+    """Numbers of a warpgroup's sums that each thread keeps for itself in shared memory, over its
+    own rows: registers are all taken."""
+    return columns // 4 * THREADS
 
 
-def total(x_N, scratch_w, *, interpret):
-    """`own_sum`'s partial sums, over all rows."""
-    if interpret:
-        return x_N
+def _own(ref_w, columns, update, arg_types=(), args=()):
+    """Each pair of a thread's sums becomes update(pair number, pair, ...)."""
     ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
 
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *arg_types))
+    def change(_, ref, *args):
+        thread = _thread(ir, arith, utils)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        base = utils.getelementptr(utils.memref_ptr(ref), [thread], pair)
+        for j in range(columns // 8):
+            at = utils.getelementptr(base, [j * THREADS], pair)
+            load = lambda at=at: llvm.load(pair, at)
+            llvm.store(update(j, load, *args), at)
+
+    change(ref_w, *args)
+
+
+def clear_own(ref_w, columns, *, interpret):
+    if interpret:
+        ref_w[pl.ds(0, columns)] = jnp.zeros((columns,), jnp.float32)
+        return
+    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+
+    def zero(j, load):
+        from jax._src.lib.mlir.dialects import vector
+
+        f32 = ir.F32Type.get()
+        return vector.broadcast(ir.VectorType.get((2,), f32), utils.c(0.0, f32))
+
+    _own(ref_w, columns, zero)
+
+
+def scale_own(ref_w, factor_N, *, interpret):
+    columns = factor_N.shape[0]
+    if interpret:
+        ref_w[pl.ds(0, columns)] = ref_w[pl.ds(0, columns)] * factor_N
+        return
+    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+
+    def scale(j, load, factor):
+        return arith.mulf(load(), factor.registers.flat[j])
+
+    _own(ref_w, columns, scale, (COLUMNS,), (factor_N,))
+
+
+def add_own(ref_w, x_MN, *, interpret):
+    columns = x_MN.shape[1]
+    if interpret:
+        ref_w[pl.ds(0, columns)] = ref_w[pl.ds(0, columns)] + jnp.sum(x_MN, axis=0)
+        return
+    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+
+    def add(j, load, x):
+        low, high = x.registers[0, j, 0, 0, :, 0, 0, 0, 0]
+        return arith.addf(load(), arith.addf(low, high))
+
+    _own(ref_w, columns, add, (WGMMA,), (x_MN,))
+
+
+def total(ref_w, columns, scratch_w, *, interpret):
+    """The sums over all rows, in `COLUMNS`."""
+    if interpret:
+        return ref_w[pl.ds(0, columns)]
+    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+
     @plgpu.inline_mgpu(
-        arg_types=(COLUMNS, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(x_N.shape, jnp.float32, layout=COLUMNS),
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=COLUMNS),
     )
-    def reduce(_, x, scratch):
+    def reduce(_, ref, scratch):
         import numpy as np
         from jax._src.lib.mlir.dialects import vector as vector_dialect
 
-        vector = ir.VectorType.get((2,), ir.F32Type.get())
-        zero = vector_dialect.broadcast(vector, utils.c(0.0, ir.F32Type.get()))
-        registers = np.full(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, *x.shape)), zero, object)
-        for j, register in enumerate(x.registers.flat):
-            registers[0, j, 0, 0, 0, 0, 0, 0, 0] = register
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        zero = vector_dialect.broadcast(pair, utils.c(0.0, ir.F32Type.get()))
+        registers = np.full(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, columns)), zero, object)
+        thread = _thread(ir, arith, utils)
+        base = utils.getelementptr(utils.memref_ptr(ref), [thread], pair)
+        for j in range(columns // 8):
+            at = utils.getelementptr(base, [j * THREADS], pair)
+            registers[0, j, 0, 0, 0, 0, 0, 0, 0] = llvm.load(pair, at)
         rows = mgpu.FragmentedArray(
             _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
         )
         return rows.reduce("add", 0, scratch)
 
-    return reduce(x_N, scratch_w)
+    return reduce(ref_w, scratch_w)
 
 
 def store_transposed(x_MN, to_g, *, interpret):
