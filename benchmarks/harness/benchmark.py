@@ -152,7 +152,7 @@ class Benchmark:
     def floor(self, case, rates: Mapping[str, Any]) -> tuple[float, str]:
         return case.floor(rates["bytes_per_second"], rates["operations_per_second"])
 
-    def added(self, case, program: Program, row: dict[str, Any], sides) -> Added:
+    def added(self, case, workload, program: Program, row: dict[str, Any], sides) -> Added:
         """Called after the laps, with the row as it is and the sides that worked and did not."""
         return Added()
 

@@ -130,7 +130,7 @@ def timed(run: Run, case, workload: Workload, compiled: dict[str, Future]) -> li
             "kernel_ratio": ratios.get(best, {}).get("kernel"),
             "wall_ratio": ratios.get(best, {}).get("wall"),
         }
-        added = benchmark.added(case, program, row, others)
+        added = benchmark.added(case, workload, program, row, others)
         row |= added.entries
         row["notes"] = missing + _notes(row, others, added.notes)
         problems = {laps[side.name].problem for side in sides if side.error is None} - {""}

@@ -81,7 +81,7 @@ class KDA(Benchmark):
             )
         return None
 
-    def added(self, case: cases.Case, program, row, sides) -> Added:
+    def added(self, case: cases.Case, workload, program, row, sides) -> Added:
         """The difference from FlashKDA, and what to mind about decode rows."""
         flash = next((s for s in sides if s.name == peers.FLASHKDA and s.error is None), None)
         found = _difference(case, program, flash) if flash else None
