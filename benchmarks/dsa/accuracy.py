@@ -103,7 +103,7 @@ def selection(got_nk, scores_nS, topk: int) -> dict[str, float]:
         mine = set(got[got >= 0].tolist())
         agreements.append(len(want & mine) / topk)
         differing += len(want - mine)
-        last = min(scores[list(want)])
+        last = float(min(scores[list(want)]))
         off = [abs(float(scores[i]) - last) for i in want ^ mine]
         gap = max([gap, *(d / max(abs(last), 1e-30) for d in off)])
         if len(mine) != len(got):
@@ -166,7 +166,7 @@ def notes(case: Case, errors: dict[str, dict[str, Any]]) -> list[str]:
     if "failed" in own:
         return [f"not compared: {own['failed']}"]
     wrong = []
-    if case.kind == "select" and not case.fp8 and not own["gap"] <= GAP:
+    if "gap" in own and not case.fp8 and not own["gap"] <= GAP:
         wrong.append(f"WRONG selection: {own}")
     limit = BOTH if case.kind == "both" else ATTENTION
     # With fp8 keys other rows are attended to, and the reference has bf16 keys.

@@ -214,7 +214,9 @@ def _cases():
         ("select", LONG, False, 1),
         ("select", LONG, True, 1),
         ("select", LONG, False, 128),
+        ("select", LONG, True, 128),
         ("select", LONG, False, 1024),
+        ("select", LONG, True, 1024),
         ("attend", LONG, False, 128),
         ("both", LONG, False, 1),
         ("dense", LONG, False, 1),
@@ -229,10 +231,10 @@ def _cases():
         for tokens in (1, 16, 128, 1024, 4096)
     ]
     every += [("both", LONG, True, 1), ("both", SHORT, True, 1)]
-    every += [("dense", keys, False, tokens) for keys in (LONG, SHORT) for tokens in (1, 16)]
-    every += [("dense", SHORT, False, 128), ("dense", 4096, False, 4096)]
     every += [("layer", keys, False, tokens) for keys in (LONG, SHORT) for tokens in (1, 16)]
     every += [("layer", LONG, False, 4096)]
+    every += [("dense", keys, False, tokens) for keys in (LONG, SHORT) for tokens in (1, 16)]
+    every += [("dense", SHORT, False, 128), ("dense", 4096, False, 4096)]
     compared = {("select", SHORT, False, 1), ("attend", SHORT, False, 128)}
     for row in sorted(every, key=lambda row: row not in quick):  # stable
         kind, keys, fp8, tokens = row

@@ -41,10 +41,6 @@ class Case(Protocol):
     @property
     def operations(self) -> int: ...
 
-    def floor(self, bytes_per_second: float, operations_per_second: float) -> tuple[float, str]:
-        """(milliseconds that no version can beat, "bytes" or "operations": which says so)."""
-        ...
-
 
 class Workload(Protocol):
     """The arrays of a case, made once for all sides; see `benchmarks.harness.programs.chain`.
@@ -150,6 +146,8 @@ class Benchmark:
         return None
 
     def floor(self, case, rates: Mapping[str, Any]) -> tuple[float, str]:
+        """(milliseconds that no version can beat, "bytes" or "operations": which says so), at the
+        rates of `benchmarks.harness.ceilings`."""
         return case.floor(rates["bytes_per_second"], rates["operations_per_second"])
 
     def added(self, case, workload, program: Program, row: dict[str, Any], sides) -> Added:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import table
-from benchmarks.harness.benchmark import Benchmark, Workload
+from benchmarks.harness.benchmark import Added, Benchmark, Workload
 from benchmarks.harness.ceilings import ceilings
 from benchmarks.harness.peers import Peers, TorchSide
 from benchmarks.harness.timing import Kernels, Laps, measure, ratio, reason, spread
@@ -130,7 +130,10 @@ def timed(run: Run, case, workload: Workload, compiled: dict[str, Future]) -> li
             "kernel_ratio": ratios.get(best, {}).get("kernel"),
             "wall_ratio": ratios.get(best, {}).get("wall"),
         }
-        added = benchmark.added(case, workload, program, row, others)
+        try:
+            added = benchmark.added(case, workload, program, row, others)
+        except Exception as error:  # the times stand
+            added = Added(notes=[f"FAILED after the laps: {reason(error)}"])
         row |= added.entries
         row["notes"] = missing + _notes(row, others, added.notes)
         problems = {laps[side.name].problem for side in sides if side.error is None} - {""}
