@@ -21,9 +21,10 @@ from benchmarks.harness.timing import reason
 from k3jax.ops import dsa
 
 QUERIES = 4
-GAP = 1e-3  # beyond it a selection of bf16 keys is wrong, not near a tie
+GAP = 1e-3  # beyond it a selection is wrong, not near a tie
 ATTENTION = 2e-2  # relative L2: bf16 rounding makes 2e-3 to 4e-3
 BOTH = 5e-2  # one row of 2,048 may be another one
+CODED = "ours of the same codes"
 
 
 def sample(case: Case) -> np.ndarray:
@@ -58,6 +59,15 @@ class Reference:
         q, w, positions = (x[name][:, self.at] for name in ("q_index", "w", "positions"))
         return np.asarray(_float32_scores(q, index["keys"], w, positions))[0]
 
+    def coded(self, call: int) -> np.ndarray:
+        """The same scores of codes: of keys, and of the queries as the op rounds them."""
+        return self._once("coded", call, self._coded)
+
+    def _coded(self, call: int) -> np.ndarray:
+        cache, x = self.workload.shared[call % self.workload.sets], self.workload.inputs[call]
+        q, w, positions = (x[name][:, self.at] for name in ("q_index", "w", "positions"))
+        return np.asarray(_code_scores(q, cache["index"], w, positions))[0]
+
     def selected(self, call: int) -> np.ndarray:
         """int32 [n, k] of those scores."""
         return np.argpartition(-self.scores(call), self.case.topk - 1)[:, : self.case.topk]
@@ -90,9 +100,18 @@ class Reference:
 
 @jax.jit
 def _float32_scores(q, keys, w, positions):
-    found = dsa.scores(q.astype(jnp.float32), keys.astype(jnp.float32), w)
-    legal = jnp.arange(keys.shape[1], dtype=jnp.int32) <= positions[..., None]
-    return jnp.where(legal, found, -jnp.inf)
+    return _legal(dsa.scores(q.astype(jnp.float32), keys.astype(jnp.float32), w), positions)
+
+
+@jax.jit
+def _code_scores(q, index, w, positions):
+    keys: Any = ours.index_keys(index)
+    return _legal(dsa.scores(q, keys, w), positions)
+
+
+def _legal(scores, positions):
+    at_S = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    return jnp.where(at_S <= positions[..., None], scores, -jnp.inf)
 
 
 def selection(got_nk, scores_nS, topk: int) -> dict[str, float]:
@@ -141,6 +160,8 @@ def found(case: Case, workload, program, sides) -> dict[str, dict[str, Any]]:
     ):
         try:
             made[name] = compare(case, reference, take(), call)
+            if name == "ours" and case.kind == "select" and case.fp8:
+                made[CODED] = selection(take(), reference.coded(call), case.topk)
         except Exception as problem:
             made[name] = {"failed": reason(problem)}
     return made
@@ -165,9 +186,9 @@ def notes(case: Case, errors: dict[str, dict[str, Any]]) -> list[str]:
     own = errors.get("ours", {})
     if "failed" in own:
         return [f"not compared: {own['failed']}"]
-    wrong = []
-    if "gap" in own and not case.fp8 and not own["gap"] <= GAP:
-        wrong.append(f"WRONG selection: {own}")
+    wrong, chosen = [], errors.get(CODED if case.fp8 else "ours", {})
+    if "gap" in chosen and not chosen["gap"] <= GAP:
+        wrong.append(f"WRONG selection: {chosen}")
     limit = BOTH if case.kind == "both" else ATTENTION
     # With fp8 keys other rows are attended to, and the reference has bf16 keys.
     if "error" in own and not case.fp8 and not own["error"] <= limit:

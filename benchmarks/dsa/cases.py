@@ -232,7 +232,7 @@ def _cases():
     ]
     every += [("both", LONG, True, 1), ("both", SHORT, True, 1)]
     every += [("layer", keys, False, tokens) for keys in (LONG, SHORT) for tokens in (1, 16)]
-    every += [("layer", LONG, False, 4096)]
+    every += [("layer", LONG, False, 4096), ("layer", LONG, True, 1)]
     every += [("dense", keys, False, tokens) for keys in (LONG, SHORT) for tokens in (1, 16)]
     every += [("dense", SHORT, False, 128), ("dense", 4096, False, 4096)]
     compared = {("select", SHORT, False, 1), ("attend", SHORT, False, 128)}
@@ -260,5 +260,6 @@ TOYS = tuple(
         Case("both", 3, 64),
         Case("dense", 3, 64, quick=True),
         Case("layer", 1, 64, quick=True),
+        Case("layer", 1, 64, fp8=True),
     )
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -101,17 +101,18 @@ def scale(case: Case) -> float:
     return (case.inner[1] + case.rows[1]) ** -0.5
 
 
+def index_keys(index: dict[str, jax.Array]) -> Rows | Scaled:
+    if "keys" in index:
+        return Rows.of(index["keys"])
+    return Scaled(Rows.of(index["codes"]), Rows.of(index["factors"]))
+
+
 def select(case: Case, implementation: str, cache, x) -> jax.Array:
     """int32 [1, T, k]."""
-    index = cache["index"]
-    keys = (
-        Scaled(Rows.of(index["codes"]), Rows.of(index["factors"]))
-        if case.fp8
-        else Rows.of(index["keys"])
-    )
     name = "streamed" if implementation == PORTABLE else implementation
+    keys: Any = index_keys(cache["index"])
     arguments = (x["q_index"], keys, x["w"], x["positions"], case.topk)
-    return dsa.select(*arguments, implementation=name)  # pyright: ignore[reportArgumentType]
+    return dsa.select(*arguments, implementation=name)
 
 
 def attention(case: Case, implementation: str, cache, x, where):
@@ -163,8 +164,9 @@ def _config(case: Case) -> Config:
         qk_rope_head_dim=rope,
         v_head_dim=value,
     )
+    more: dict[str, Any] = {"index_key_dtype": "float8_e4m3fn"} if case.fp8 else {}
     sparse = replace(
-        config.dsa, num_heads=case.index_heads, head_dim=case.index_dim, topk=case.topk
+        config.dsa, num_heads=case.index_heads, head_dim=case.index_dim, topk=case.topk, **more
     )
     return replace(config, hidden_size=case.hidden, mla=mla, dsa=sparse)
 
@@ -180,6 +182,7 @@ def _layer_cache(case: Case, key):
     leaves, structure = jax.tree.flatten(empty)
     keys = jax.random.split(key, len(leaves))
     drawn = [_normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    drawn = [abs(x) if x.dtype == f32 else x for x in drawn]  # factors of codes are positive
     return jax.tree.unflatten(structure, drawn)
 
 
@@ -203,8 +206,11 @@ class Workload:
         self.sets, self.calls = rotation(case, most_sets, most_calls)
         self.shared: Any = None
         self.inputs: Any = None
-        if self.layer:
-            self.graph, self._abstract = _layer(case, None)
+
+    @cached_property
+    def module(self):
+        """(graph, shapes of the parameters) of a layer."""
+        return _layer(self.case, None)
 
     def _shared(self):
         if self.layer:
@@ -237,7 +243,7 @@ class Workload:
 
     def shapes(self):
         """Of the arguments, without making one."""
-        shared = self._abstract if self.layer else jax.eval_shape(self._shared)
+        shared = self.module[1] if self.layer else jax.eval_shape(self._shared)
         inputs, states = jax.eval_shape(lambda: (self._inputs(), self._states()))
         if self.case.kind == "attend":
             shape = (1, self.case.tokens, self.case.topk)
@@ -249,7 +255,7 @@ class Workload:
         case, shapes = self.case, self.shapes()
         run = partial(step, case, implementation)
         if self.layer:
-            run = partial(_layer_step, case, self.graph)
+            run = partial(_layer_step, case, self.module[0])
         with Said("k3jax.ops.dsa", "k3jax.ops.mla") as said:
             one, (x, *_), states = shapes
             jax.eval_shape(run, one if self.layer else one[0], x, states[0] if states else None)

@@ -47,7 +47,7 @@ def _measured(kernels: Kernels, repeats: int, small: bool) -> dict:
         "copy": (copy, numbers, 2 * 4 * count),
         "product": (product, _operands(size, jnp.bfloat16), 2 * size**3),
     }
-    found = {name: _timed(name, *of, kernels, repeats) for name, of in work.items()}
+    found = {n: _timed(n, f, x, amount, kernels, repeats) for n, (f, x, amount) in work.items()}
     found["bytes_per_second"] = found["copy"]["per_second"]
     found["operations_per_second"] = found["product"]["per_second"]
     return found
@@ -79,7 +79,8 @@ def _fp8(kernels: Kernels, repeats: int, small: bool, bf16: float) -> dict:
 
     def product(shared, inputs, states):  # rows times rows, the only order that fp8 units know
         dimensions = (((1,), (1,)), ((), ()))
-        o = lax.dot_general(*inputs, dimensions, preferred_element_type=jnp.bfloat16)
+        a, b = inputs
+        o = lax.dot_general(a, b, dimensions, preferred_element_type=jnp.bfloat16)
         return o, states
 
     try:

@@ -28,7 +28,7 @@ import jax
 from benchmarks.harness import table
 from benchmarks.harness.benchmark import Added, Benchmark, Workload
 from benchmarks.harness.ceilings import ceilings
-from benchmarks.harness.peers import Peers, TorchSide
+from benchmarks.harness.peers import TorchSide
 from benchmarks.harness.timing import Kernels, Laps, measure, ratio, reason, spread
 from k3jax.errors import InputError
 
@@ -40,7 +40,7 @@ class Run:
     benchmark: Benchmark
     options: argparse.Namespace
     kernels: Kernels = field(default_factory=Kernels)
-    peers: Peers | None = None
+    peers: Any = None  # `benchmark.peers` once they are loaded
     begin: float = field(default_factory=time.perf_counter)
     report: dict[str, Any] = field(default_factory=dict)
 

@@ -58,7 +58,7 @@ def test_rows_as_a_table_and_as_json(tmp_path, capsys):
 
 
 def test_a_layer_runs_and_its_cache_stays_in_place(tmp_path):
-    code, found = run(tmp_path, "--rows", "layer")
+    code, found = run(tmp_path, "--rows", "layer T")
     assert code == 0
     (row,) = found["rows"]
     assert row["finite"]
