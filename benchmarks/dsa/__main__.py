@@ -19,6 +19,7 @@ from benchmarks.dsa import accuracy, cases, ours, peers, report
 from benchmarks.harness import run as harness
 from benchmarks.harness.benchmark import Added, Benchmark
 from benchmarks.harness.run import Run
+from benchmarks.harness.timing import reason
 from k3jax.errors import InputError
 
 
@@ -70,7 +71,10 @@ class DSA(Benchmark):
 
     def warm(self, run: Run, site: Path, chosen: Sequence[cases.Case]) -> None:
         if any(case.kind in ("select", "both") for case in chosen):
-            run.report["warm"] = self.peers(site).warm()
+            try:
+                run.report["warm"] = self.peers(site).warm()
+            except Exception as error:  # said again when they are loaded
+                run.report["warm"] = reason(error)
             run.say(f"DeepGEMM's kernels: {run.report['warm']}")
 
     def peers(self, site: Path) -> peers.Peers:

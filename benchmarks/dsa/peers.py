@@ -121,7 +121,7 @@ class Peers(base.Peers):
                 calls: Sequence[Call] = make(case, workload)
             self.torch.cuda.synchronize()
         except Exception as error:
-            problem = RuntimeError(reason(error))
+            problem = error
 
             def fail():
                 raise problem

@@ -231,12 +231,15 @@ def execute(run: Run, chosen: Sequence[Any]) -> int:
 
 
 def _meet(run: Run, site: Path) -> None:
-    """Loads the peers."""
+    """Loads the peers; without them ours is timed alone."""
     report = run.report
-    run.peers = run.benchmark.peers(site)
-    report["about"]["versions"] |= run.peers.versions()
-    report["peers"] = run.peers.notes
-    for note in run.peers.notes:
+    try:
+        run.peers = run.benchmark.peers(site)
+        report["about"]["versions"] |= run.peers.versions()
+        report["peers"] = run.peers.notes
+    except Exception as error:
+        report["peers"] = [f"peers FAILED: {reason(error)}"]
+    for note in report["peers"]:
         run.say(note)
 
 

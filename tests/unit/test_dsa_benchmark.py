@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -377,3 +378,22 @@ def test_a_part_of_the_work_is_shown_and_is_not_the_peer(monkeypatch, tmp_path, 
     assert f"select T3 S64 auto beside {peers.TOPK}: kernels - ms" in text
     assert "beside absent: FAILED: RuntimeError: no image for" in text
     assert found["warm"] == "compiled"
+
+
+def test_a_peer_that_is_not_there_fails_alone_and_others_can_be_left_out():
+    made = object.__new__(peers.Peers)
+    made.torch, made.without, made.missing = MagicMock(), "fp8", {"FlashMLA": "OSError: gone"}
+    made.deep_gemm, made.processors = MagicMock(), 132
+    sides = made.sides(TOY["attend T3 S64"], MagicMock())
+    assert [side.name for side in sides] == [peers.SPARSE]
+    laps = timing.measure([*sides, FakeSide("other")], 2, timing.Kernels())
+    assert sides[0].error == "RuntimeError: FlashMLA is not there: OSError: gone"
+    assert list(laps) == ["other"]
+    by_name = {case.name: case for case in cases.CASES}
+    assert made.sides(by_name["dense T4096 S4096"], MagicMock()) == []  # a decode kernel
+    chosen = made.sides(by_name["select T1024 S1048576"], MagicMock(calls=20))
+    assert [(side.name, side.part, side.wanted) for side in chosen] == [
+        (peers.SCORES, False, False),
+        (peers.TOPK, True, False),
+    ]
+    assert chosen[1].calls == 8
