@@ -6,8 +6,9 @@
 3. The best topk of the kept ones are the best of all, if at least topk were kept and none was
    dropped for want of room.
 
-Where that fails, since scores lie too unevenly, the portable form runs instead. The result is exact
-in either case. A short context keeps all its keys and needs no sample.
+Where that fails, since scores lie too unevenly, steps 2 and 3 are repeated for those queries with
+the best floor that is known to be one: once for all of them, then query by query to the end. The
+result is exact in every case. A short context keeps all its keys and needs no sample.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from k3jax.ops.dsa import mosaic_gpu_pick
-from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, refusal
+from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, ranks, refusal
+from k3jax.ops.dsa.mosaic_gpu_rest import finish
 from k3jax.ops.mla import blocks
 from k3jax.ops.mosaic_gpu import Interpret
 from k3jax.ops.rows import Rows, Scaled
@@ -68,11 +70,11 @@ def candidates(
 
 def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
     batch, length = positions_BT.shape
-    scan = functools.partial(collect, queries=queries, interpret=interpret)
+    options = {"queries": queries, "interpret": interpret}
     splits = max(1, blocks.power_of_two(BLOCKS * queries // (batch * length)))
     floor_BT = jnp.full((batch, length), -jnp.inf, jnp.float32)
     if rows.shape[1] > PLACES:
-        floor_BT = _floor(q_BTHK, rows, w_BTH, positions_BT, topk, scan, interpret)
+        floor_BT = _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options)
     width = 1 << (topk - 1).bit_length()
     need_BT = jnp.minimum(topk, positions_BT + 1)
     state = (
@@ -83,52 +85,47 @@ def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
     )
     pick = functools.partial(mosaic_gpu_pick.pick, need_BT=need_BT, topk=topk, interpret=interpret)
     for _ in range(ROUNDS):
-        found = scan(
+        found = collect(
             *(q_BTHK, rows, w_BTH, positions_BT, *state[:2]),
             splits=splits,
             capacity=PLACES // splits,
+            **options,
         )
         state = pick(found, state=state)
-    floor_BT, _, *best = state
-    return jax.lax.cond(
-        (floor_BT == jnp.inf).all(),
-        lambda: tuple(best),
-        lambda: _portable(q_BTHK, rows, w_BTH, positions_BT, topk, width),
+    _, _, rank_BTk, at_BTk = finish(
+        *(q_BTHK, rows, w_BTH, positions_BT),
+        need_BT=need_BT,
+        state=state,
+        topk=topk,
+        interpret=interpret,
     )
+    return rank_BTk, at_BTk
 
 
-def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, scan, interpret):
+def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options):
     """A rank for each query with a little more than ``topk`` of its keys above it."""
     batch, length = positions_BT.shape
     size = min(SAMPLE, max(SAMPLE // 8, blocks.power_of_two(rows.shape[1] // 32)))
     keys_B1 = positions_BT.max(1, keepdims=True) + 1
     step, rest = keys_B1 // size, keys_B1 % size
     n = jnp.arange(size, dtype=jnp.int32)
-    at_BS = n * step + n * rest // size  # n keys / size, without a product that overflows
+    # n keys / size, without a product that overflows, and a part of a step on, another part each
+    # time: what repeats in a text at the sample's distance would stand for all of it.
+    shift = (n * 40503) & 0x7FFF
+    at_BS = n * step + n * rest // size + (shift * step >> 15)
     taken = [view.take(at_BS[:, None])[:, 0] for view in _views(rows)]
     sample = Rows.of(taken[0]) if len(taken) == 1 else Scaled(*map(Rows.of, taken))
     share_B1 = size / jnp.maximum(keys_B1, 1).astype(jnp.float32)
     limit_BT = ((positions_BT + 1).astype(jnp.float32) * share_B1).astype(jnp.int32) - 1
-    groups = batch * length // scan.keywords["queries"]
+    groups = batch * length // options["queries"]
     splits = max(1, min(BLOCKS // groups, size // TILE))
-    unused = (jnp.zeros(limit_BT.shape, jnp.float32), jnp.zeros_like(limit_BT))
-    rank_BTS = scan(
-        *(q_BTHK, sample, w_BTH, limit_BT, *unused), splits=splits, capacity=1, everything=True
-    )
+    rank_BTS = ranks(q_BTHK, sample, w_BTH, limit_BT, splits=splits, **options)
     expected_B1 = topk * share_B1
     wanted_B1 = jnp.ceil(expected_B1 + SPREADS * jnp.sqrt(expected_B1)).astype(jnp.int32)
     wanted_BT = jnp.broadcast_to(wanted_B1, positions_BT.shape)
-    floor_BT = mosaic_gpu_pick.floor(rank_BTS, wanted_BT, interpret=interpret)
+    floor_BT = mosaic_gpu_pick.floor(rank_BTS, wanted_BT, interpret=options["interpret"])
     return jnp.where(positions_BT < PLACES, -jnp.inf, floor_BT)
 
 
 def _views(rows: Rows | Scaled) -> tuple[Rows, ...]:
     return tuple(rows) if isinstance(rows, Scaled) else (rows,)
-
-
-def _portable(q_BTHK, rows, w_BTH, positions_BT, topk, width):
-    from k3jax.ops.dsa import streamed
-
-    rank_BTk, at_BTk = streamed(q_BTHK, rows, w_BTH, positions_BT, topk)
-    extra = [(0, 0), (0, 0), (0, width - topk)]
-    return jnp.pad(rank_BTk, extra, constant_values=-jnp.inf), jnp.pad(at_BTk, extra)

@@ -1,7 +1,6 @@
 """What the selection kernels do thread by thread, which arrays in registers cannot say.
 
-Each function has two bodies: one in MLIR, and one on arrays for interpret mode on a CPU. `arguments`
-are references or arrays and scalars, as `plgpu.inline_mgpu` takes them.
+`keep` has two bodies: one in MLIR, and one on arrays for interpret mode on a CPU.
 """
 
 from __future__ import annotations
@@ -29,16 +28,11 @@ class Lane:
     def __init__(self):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, gpu, llvm, math, memref, vector
+        from jaxlib.mlir.dialects import arith, gpu, llvm, math, memref, scf, vector
 
         self.utils, self.ir, self.arith = utils, ir, arith
-        self.memref, self.vector, self.fma, self.llvm, self.gpu = (
-            memref,
-            vector,
-            math.fma,
-            llvm,
-            gpu,
-        )
+        self.memref, self.vector, self.scf, self.gpu = memref, vector, scf, gpu
+        self.fma, self.llvm = math.fma, llvm
         self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         self.thread = arith.remui(utils.thread_idx(), self.int(WARPGROUP))
 

@@ -1,13 +1,14 @@
 """The best k of some thousand candidates a query, in ascending order of position.
 
-A block of 1,024 threads holds the candidates of a query in registers, eight a thread, finds the k-th
-best rank bit by bit, counts down ties by position, and sorts what is left in shared memory. No step
+A block of 1,024 threads holds the candidates of a query in registers, eight a thread, finds the
+k-th best rank bit by bit, counts down ties by position, and sorts what is left in shared memory. No step
 depends on how the ranks lie. Written thread by thread in MLIR; interpret mode runs a plain sort.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +20,73 @@ from k3jax.ops.dsa.mosaic_gpu_lanes import REF, SCALAR, Lane, ordered, unordered
 from k3jax.ops.mosaic_gpu import LANE, Interpret
 
 THREADS = 1024
-MOST = 8 * THREADS  # candidates of a query
-SAMPLE = 16 * THREADS  # most ranks of `floor`
-_LEAST = -(2**31)
+MOST = 8192  # candidates of a query
+SAMPLE = 16384  # most ranks of `floor`
+TOTALS = 80  # sums over a block in one kernel
+_LEAST, _GREATEST = -(2**31), 2**31 - 1
 _NONE = _LEAST + 0x7FFFFF  # `ordered` of -inf
 _i32 = jnp.int32
 
 
 class Block(Lane):
-    """What 1,024 threads do together. ``counters`` is zeroed shared memory; each is used once."""
+    """What all threads of a block do together.
 
-    def __init__(self, counters):
+    Attributes:
+      counters_s: int32 [4], shared counters.
+      sums_s: int32 [TOTALS, 32], a row for each sum, so that no sum waits for the one before.
+    """
+
+    def __init__(self, threads: int, counters_s, sums_s):
         super().__init__()
-        self.thread = self.utils.thread_idx()
-        self.counters, self.used = counters, 0
+        self.threads, self.thread = threads, self.utils.thread_idx()
+        self.lane = self.arith.andi(self.thread, self.int(31))
+        self.warp = self.over(self.thread, 32)[0]
+        self.counters_s, self.sums_s, self.used = counters_s, sums_s, 0
+        with self.utils.when(self.less(self.thread, self.shape(counters_s)[0])):
+            self.store(self.int(0), counters_s, self.thread)
+        self.wait()
 
     def wait(self):
-        """All threads meet; what they wrote to shared memory is seen by all."""
+        """All threads meet; what they wrote before is seen by all."""
         self.gpu.barrier()
 
-    def begin(self):
-        with self.utils.when(self.less(self.thread, self.shape(self.counters)[0])):
-            self.store(self.int(0), self.counters, self.thread)
-        self.wait()
+    def mine(self, size: int) -> list:
+        """This thread's places among ``size``, with whether they exist."""
+        places = [self.add(self.thread, begin) for begin in range(0, size, self.threads)]
+        return [(place, self.less(place, size)) for place in places]
 
-    def total(self, values):
-        """The sum of numbers of all threads, in all threads."""
-        mine = functools.reduce(self.arith.addi, values)
-        warp = self.asm("redux.sync.add.s32 $0, $1, 0xffffffff;", self.i32, mine)
-        at, self.used = self.used, self.used + 1
-        with self.utils.when(self.first_of_warp()):
-            self.grow(self.counters, self.int(at), warp)
+    def reduced(self, kind: str, *values):
+        """redux.sync.kind of each number over all threads, in all threads."""
+        first = self.used
+        for n, value in enumerate(values):
+            warp = self.asm(f"redux.sync.{kind} $0, $1, 0xffffffff;", self.i32, value)
+            with self.utils.when(self.first_of_warp()):
+                self.store(warp, self.sums_s, first + n, self.warp)
+        self.used += len(values)
+        assert self.used <= TOTALS
         self.wait()
-        return self.load(self.counters, at)
+        results = []
+        for n in range(len(values)):
+            # Lanes past the last warp repeat the first one, for a sum nothing.
+            there = self.less(self.lane, self.threads // 32)
+            other = self.int(0) if "add" in kind else self.load(self.sums_s, first + n, 0)
+            one = self.arith.select(there, self.load(self.sums_s, first + n, self.lane), other)
+            results.append(self.asm(f"redux.sync.{kind} $0, $1, 0xffffffff;", self.i32, one))
+        return results
+
+    def total(self, conditions):
+        """How many conditions of all threads hold."""
+        numbers = [self.number(c) for c in conditions]
+        return self.reduced("add.s32", functools.reduce(self.arith.addi, numbers))[0]
+
+    def either(self, condition, then, otherwise):
+        """Values of ``then()`` where a condition that all threads share holds, else others."""
+        op = self.scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
+        with self.ir.InsertionPoint(op.then_block):
+            self.scf.yield_(list(then()))
+        with self.ir.InsertionPoint(op.else_block):
+            self.scf.yield_(list(otherwise))
+        return list(op.results)
 
     def first_of_warp(self):
         return self.equal(self.arith.andi(self.thread, self.int(31)), self.int(0))
@@ -59,15 +94,42 @@ class Block(Lane):
     def number(self, condition):
         return self.arith.extui(self.i32, condition)
 
-    def greatest(self, keys, wanted, bits: range):
-        """The greatest number, of which only ``bits`` are set, that ``wanted`` keys are not below."""
-        limit = self.int(_LEAST)
-        for bit in bits:
-            step = 1 << bit if bit < 31 else _LEAST
-            trial = self.add(limit, step)
-            count = self.total([self.number(self.not_less(key, trial)) for key in keys])
-            limit = self.arith.select(self.not_less(count, wanted), trial, limit)
-        return limit
+    def greatest(self, keys, there, wanted, low: int = 0):
+        """The greatest number that ``wanted`` keys are not below, among those that are ``there``.
+
+        Or one between them and the next key, once a count is right; bits below ``low`` are zero.
+        Bits that all keys share are not looked for.
+        """
+        arith = self.arith
+        turn = lambda x: arith.xori(x, self.int(_LEAST))  # noqa: E731  # as an unsigned number
+        pairs = list(zip(keys, there, strict=True))
+        top = functools.reduce(
+            arith.maxui, [arith.select(t, turn(key), self.int(0)) for key, t in pairs]
+        )
+        bottom = functools.reduce(
+            arith.minui, [arith.select(t, turn(key), self.int(-1)) for key, t in pairs]
+        )
+        # The least as a greatest, of the complement.
+        top, bottom = self.reduced("max.u32", top, arith.xori(bottom, self.int(-1)))
+        apart = arith.xori(top, arith.xori(bottom, self.int(-1)))
+        zeros = self.asm("clz.b32 $0, $1;", self.i32, apart)
+        shared = self.asm("shr.u32 $0, 0xffffffff, $1;", self.i32, zeros)  # ones where they differ
+        limit = turn(arith.andi(top, arith.xori(shared, self.int(-1))))
+        active = self.true()
+        for bit in range(31, low - 1, -1):
+            step = self.int(_LEAST if bit == 31 else 1 << bit)
+            differs = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shared, step), self.int(0))
+
+            def look(limit=limit, step=step):
+                trial = arith.addi(limit, step)
+                count = self.total([arith.andi(t, self.not_less(key, trial)) for key, t in pairs])
+                return (
+                    arith.select(self.not_less(count, wanted), trial, limit),
+                    arith.xori(self.equal(count, wanted), self.true()),
+                )
+
+            limit, active = self.either(arith.andi(active, differs), look, (limit, active))
+        return arith.andi(limit, self.int(-(1 << low)))
 
     def next_places(self, conditions, at: int):
         """Places 0, 1, .. for the true conditions of all threads, in any order."""
@@ -82,7 +144,7 @@ class Block(Lane):
             votes = self.asm("popc.b32 $0, $1;", self.i32, ballot)
             # The warp's first thread asks for all; the others get what it was given.
             mine = self.arith.select(self.first_of_warp(), votes, self.int(0))
-            base = self.grow(self.counters, self.int(at), mine)
+            base = self.grow(self.counters_s, self.int(at), mine)
             base = self.asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", self.i32, base)
             places.append(self.add(base, rank))
         return places
@@ -100,12 +162,10 @@ class Block(Lane):
                     self.wait()
                 else:
                     self.asm("bar.warp.sync 0xffffffff;", None)
-                for pair in range(0, size // 2, THREADS):
-                    index = self.add(self.thread, pair)
+                for index, inside in self.mine(size // 2):
                     inner = arith.andi(index, self.int(stride - 1))
                     low = self.add(self.times(arith.subi(index, inner), 2), inner)
                     high = self.add(low, stride)
-                    inside = self.less(index, size // 2)
                     with self.utils.when(inside):
                         a, b = self.load(keys_s, low), self.load(keys_s, high)
                         x, y = self.load(values_s, low), self.load(values_s, high)
@@ -128,22 +188,22 @@ def _flip(block, key):
     return arith.xori(key, mask)
 
 
-def _floor_kernel(rank_g, wanted_g, key_g, counters_s):
-    @plgpu.inline_mgpu(arg_types=(REF, REF, REF, REF, SCALAR, SCALAR))
-    def body(_, rank_g, wanted_g, key_g, counters_s, batch, query):
-        block = Block(counters_s)
+def _floor_kernel(rank_g, wanted_g, key_g, counters_s, sums_s):
+    @plgpu.inline_mgpu(arg_types=(*[REF] * 5, SCALAR, SCALAR))
+    def body(_, rank_g, wanted_g, key_g, counters_s, sums_s, batch, query):
+        block = Block(THREADS, counters_s, sums_s)
         where = (block.scalar(batch), block.scalar(query))
-        block.begin()
-        keys = []
-        for begin in range(0, block.shape(rank_g)[-1], THREADS):
-            rank = block.load(rank_g, *where, block.add(block.thread, begin))
-            keys.append(_flip(block, block.arith.bitcast(block.i32, rank)))
-        # Sign, exponent and 11 bits of the mantissa; the floor may be a little lower than asked for.
-        limit = block.greatest(keys, block.load(wanted_g, *where), range(31, 11, -1))
+        places = block.mine(block.shape(rank_g)[-1])
+        ranks = [block.load(rank_g, *where, place) for place, _ in places]
+        keys = [_flip(block, block.arith.bitcast(block.i32, rank)) for rank in ranks]
+        # 11 bits of the mantissa are enough: the floor may be a little lower than asked for.
+        there = [inside for _, inside in places]
+        limit = block.greatest(keys, there, block.load(wanted_g, *where), low=12)
         with block.utils.when(block.equal(block.thread, block.int(0))):
             block.store(limit, key_g, *where)
 
-    body(rank_g, wanted_g, key_g, counters_s, lax.axis_index("batch"), lax.axis_index("query"))
+    refs = (rank_g, wanted_g, key_g, counters_s, sums_s)
+    body(*refs, lax.axis_index("batch"), lax.axis_index("query"))
 
 
 def floor(rank_BTS: Array, wanted_BT: Array, *, interpret: Interpret = False) -> Array:
@@ -155,135 +215,162 @@ def floor(rank_BTS: Array, wanted_BT: Array, *, interpret: Interpret = False) ->
         value = jnp.take_along_axis(falling, wanted_BT[..., None] - 1, -1)[..., 0]
         key_BT = ordered(value) & ~0xFFF
     else:
-        key_BT = _kernel(
-            *(_floor_kernel, batch, length), jax.ShapeDtypeStruct((batch, length), _i32), []
-        )(rank_BTS, wanted_BT)
+        shape = jax.ShapeDtypeStruct((batch, length), _i32)
+        scratch = scratch_of(1, 1)[:2]
+        key_BT = _kernel(_floor_kernel, batch, length, shape, scratch)(rank_BTS, wanted_BT)
     return jnp.where(key_BT <= _NONE, -jnp.inf, unordered(key_BT))
 
 
-def _pick_kernel(
-    rank_g, at_g, count_g, need_g, floor_g, tie_g, best_g, kept_g,
-    counters_s, base_s, keys_s, at_s, rank_s, topk,
-):  # fmt: skip
-    refs = (rank_g, at_g, count_g, need_g, floor_g, tie_g, best_g, kept_g)
-    refs = (*refs, counters_s, base_s, keys_s, at_s, rank_s)
+class Picked(NamedTuple):
+    """What `best_of` reads and writes, as references.
 
-    @plgpu.inline_mgpu(arg_types=(*[REF] * len(refs), SCALAR, SCALAR))
+    Attributes:
+      need: [B, T], see `pick`.
+      floor, tie, rank, at: the state.
+    """
+
+    need: Any
+    floor: Any
+    tie: Any
+    rank: Any
+    at: Any
+
+
+class Scratch(NamedTuple):
+    """Shared memory of `best_of`.
+
+    Attributes:
+      base, kept: [n] where a segment begins, and how many of it there is room for.
+      keys, at: [MOST] candidates. Those that are chosen take the place of the keys.
+      rank: [k].
+    """
+
+    counters: Any
+    sums: Any
+    base: Any
+    kept: Any
+    keys: Any
+    at: Any
+    rank: Any
+
+
+def scratch_of(segments: int, size: int) -> Scratch:
+    """Types of the shared memory for n segments and k results."""
+    sizes = (4, (TOTALS, 32), segments, segments, max(MOST, size), MOST, size)
+    return Scratch(*[plgpu.SMEM(n if isinstance(n, tuple) else (n,), _i32) for n in sizes])
+
+
+def best_of(found: Segments, refs: Picked, scratch: Scratch, batch, query, topk: int, threads: int):
+    """A query's round, by all ``threads`` of a block inside a kernel; see `pick`."""
+    arguments = (*found, *refs, *scratch)
+
+    @plgpu.inline_mgpu(arg_types=(*[REF] * len(arguments), SCALAR, SCALAR))
     def body(_, *arguments):
         *refs, batch, query = arguments
-        counters_s = refs[8]
-        block = Block(counters_s)
-        where = (block.scalar(batch), block.scalar(query))
-        floor_g = refs[4]
-        finite = block.arith.cmpf(
-            block.arith.CmpFPredicate.OLT, block.load(floor_g, *where), block.float(jnp.inf)
-        )
-        with block.utils.when(finite):
-            _pick(block, where, topk, *refs)
+        found, picked, scratch = Segments(*refs[:3]), Picked(*refs[3:8]), Scratch(*refs[8:])
+        lane = Lane()
+        where = (lane.scalar(batch), lane.scalar(query))
+        floor, inf = lane.load(picked.floor, *where), lane.float(float("inf"))
+        unfinished = lane.arith.cmpf(lane.arith.CmpFPredicate.OLT, floor, inf)
+        with lane.utils.when(unfinished):
+            block = Block(threads, scratch.counters, scratch.sums)
+            _best_of(block, where, topk, found, picked, scratch)
 
-    body(*refs, lax.axis_index("batch"), lax.axis_index("query"))
-
-
-_OVER, _BASE, _PLACE = 125, 126, 127  # counters; `Block.total` takes them from the front
+    body(*arguments, batch, query)
 
 
-def _pick(
-    block, where, topk, rank_g, at_g, count_g, need_g, floor_g, tie_g, best_g, kept_g,
-    counters_s, base_s, keys_s, at_s, rank_s,
-):  # fmt: skip
-    arith, thread = block.arith, block.thread
-    *_, segments, capacity = block.shape(rank_g)
-    size = block.shape(kept_g)[-1]
-    block.begin()
+_OVER, _FOUND, _PLACE, _LAST = range(4)  # counters
+
+
+def _best_of(block, where, topk, found: Segments, refs: Picked, scratch: Scratch):
+    arith = block.arith
+    *_, segments, capacity = block.shape(found.rank_BTnc)
+    size = block.shape(refs.at)[-1]
     # Where each segment begins among all candidates: any order will do.
-    with block.utils.when(block.less(thread, segments)):
-        count = block.load(count_g, *where, thread)
-        kept = arith.minsi(count, block.int(capacity))
-        over = block.number(block.less(kept, count))
-        block.store(block.grow(counters_s, block.int(_BASE), kept), base_s, thread)
-        block.grow(counters_s, block.int(_OVER), over)
+    for segment, inside in block.mine(segments):
+        with block.utils.when(inside):
+            count = block.load(found.count_BTn, *where, segment)
+            kept = arith.minsi(count, block.int(capacity))
+            over = block.number(block.less(kept, count))
+            begin = block.grow(scratch.counters, block.int(_FOUND), kept)
+            block.store(begin, scratch.base, segment)
+            block.store(kept, scratch.kept, segment)
+            block.grow(scratch.counters, block.int(_OVER), over)
     block.wait()
-    found = block.load(counters_s, _BASE)
+    number = block.load(scratch.counters, _FOUND)
     over = arith.ori(
-        block.load(counters_s, _OVER), block.number(block.less(block.int(MOST), found))
+        block.load(scratch.counters, _OVER), block.number(block.less(block.int(MOST), number))
     )
-    found = arith.minsi(found, block.int(MOST))
-    for begin in range(0, segments * capacity, 8 * THREADS):
+    number = arith.minsi(number, block.int(MOST))
+    slots = block.mine(segments * capacity)
+    for begin in range(0, len(slots), 8):
         # Loads first, so that they are under way together; more would not fit in registers.
         loaded = []
-        for part in range(begin, min(begin + 8 * THREADS, segments * capacity), THREADS):
-            segment, place = block.over(block.add(thread, part), capacity)
-            values = [block.load(ref, *where, segment, place) for ref in (rank_g, at_g)]
-            loaded.append((segment, place, *values))
-        for segment, place, rank, at in loaded:
-            target = block.add(block.load(base_s, segment), place)
-            inside = block.less(place, block.load(count_g, *where, segment))
-            with block.utils.when(arith.andi(inside, block.less(target, MOST))):
-                block.store(_flip(block, arith.bitcast(block.i32, rank)), keys_s, target)
-                block.store(at, at_s, target)
+        for slot, inside in slots[begin : begin + 8]:
+            segment, place = block.over(arith.select(inside, slot, block.int(0)), capacity)
+            values = [
+                block.load(ref, *where, segment, place) for ref in (found.rank_BTnc, found.at_BTnc)
+            ]
+            loaded.append((segment, place, inside, *values))
+        for segment, place, inside, rank, at in loaded:
+            target = block.add(block.load(scratch.base, segment), place)
+            real = block.less(place, block.load(scratch.kept, segment))
+            room = arith.andi(inside, block.less(target, MOST))
+            with block.utils.when(arith.andi(real, room)):
+                key = _flip(block, arith.bitcast(block.i32, rank))
+                block.store(key, scratch.keys, target)
+                block.store(at, scratch.at, target)
     block.wait()
-    keys, ats = [], []
-    for begin in range(0, MOST, THREADS):
-        place = block.add(thread, begin)
-        there = block.less(place, found)
-        keys.append(arith.select(there, block.load(keys_s, place), block.int(_LEAST)))
-        ats.append(arith.select(there, block.load(at_s, place), block.int(-1)))
-    wanted = arith.minsi(found, block.int(topk))
-    least = block.greatest(keys, wanted, range(31, -1, -1))
-    # With no candidate at all everything would be chosen: nothing is above the greatest number.
-    least = arith.select(block.less(found, 1), block.int(2**31 - 1), least)
-    above = block.total([block.number(block.less(least, key)) for key in keys])
-    equals = [block.equal(key, least) for key in keys]
-    ties = arith.subi(wanted, above)
-    # The last tie that stays: bisection again, over positions upside down, from the top bit that
-    # a position can have.
-    late = [
-        arith.select(e, arith.xori(at, block.int(-1)), block.int(_LEAST))
-        for e, at in zip(equals, ats, strict=True)
+    keys, ats, there = [], [], []
+    for place, inside in block.mine(MOST):
+        place = arith.select(inside, place, block.int(0))
+        there.append(arith.andi(inside, block.less(place, number)))
+        keys.append(block.load(scratch.keys, place))
+        ats.append(block.load(scratch.at, place))
+    wanted = arith.minsi(number, block.int(topk))
+    least = block.greatest(keys, there, wanted)
+    above = [arith.andi(t, block.less(least, key)) for key, t in zip(keys, there, strict=True)]
+    equals = [arith.andi(t, block.equal(key, least)) for key, t in zip(keys, there, strict=True)]
+    ties, equal = arith.subi(wanted, block.total(above)), block.total(equals)
+
+    def last_tie():
+        """The greatest complement of a position is the least position."""
+        late = [arith.xori(at, block.int(-1)) for at in ats]
+        return [arith.xori(block.greatest(late, equals, ties), block.int(-1))]
+
+    (last,) = block.either(block.less(ties, equal), last_tie, [block.int(_GREATEST)])
+    chosen = [
+        arith.ori(a, arith.andi(e, block.not_less(last, at)))
+        for a, e, at in zip(above, equals, ats, strict=True)
     ]
-    equal = block.total([block.number(e) for e in equals])
-    block.store(block.int(2**31 - 1), base_s, 0)
-    block.wait()
-    with block.utils.when(block.less(ties, equal)):
-        last = block.greatest(late, ties, range(31, -1, -1))
-        block.store(arith.xori(last, block.int(-1)), base_s, 0)
-    block.wait()
-    last = block.load(base_s, 0)
-    chosen = []
-    for key, at, e in zip(keys, ats, equals, strict=True):
-        early = block.not_less(last, at)
-        chosen.append(arith.ori(block.less(least, key), arith.andi(e, early)))
     places = block.next_places(chosen, _PLACE)
-    # What is sorted takes the candidates' place.
-    for begin in range(0, size, THREADS):
-        place = block.add(thread, begin)
-        with block.utils.when(block.less(place, size)):
-            block.store(block.int(2**31 - 1), keys_s, place)
+    for place, inside in block.mine(size):
+        with block.utils.when(inside):
+            block.store(block.int(_GREATEST), scratch.keys, place)
     block.wait()
     for key, at, c, place in zip(keys, ats, chosen, places, strict=True):
         with block.utils.when(c):
-            block.store(at, keys_s, place)
-            block.store(key, rank_s, place)
-    block.sort(keys_s, rank_s, size)
-    for begin in range(0, size, THREADS):
-        place = block.add(thread, begin)
-        with block.utils.when(block.less(place, size)):
-            at = block.load(keys_s, place)
-            none = block.equal(at, block.int(2**31 - 1))
-            rank = arith.bitcast(block.f32, _flip(block, block.load(rank_s, place)))
-            minus = block.float(float("-inf"))
-            block.store(arith.select(none, minus, rank), best_g, *where, place)
-            block.store(arith.select(none, block.int(-1), at), kept_g, *where, place)
-    _next_floor(block, where, topk, found, over, least, last, need_g, floor_g, tie_g)
+            block.store(at, scratch.keys, place)
+            block.store(key, scratch.rank, place)
+    block.sort(scratch.keys, scratch.rank, size)
+    for place, inside in block.mine(size):
+        with block.utils.when(inside):
+            at = block.load(scratch.keys, place)
+            none = block.equal(at, block.int(_GREATEST))
+            rank = arith.bitcast(block.f32, _flip(block, block.load(scratch.rank, place)))
+            rank = arith.select(none, block.float(float("-inf")), rank)
+            block.store(rank, refs.rank, *where, place)
+            block.store(arith.select(none, block.int(-1), at), refs.at, *where, place)
+    _next_floor(block, where, topk, number, over, least, last, refs)
 
 
-def _next_floor(block, where, topk, found, over, least, last, need_g, floor_g, tie_g):
+def _next_floor(block, where, topk, found, over, least, last, refs: Picked):
     """What the next round needs: inf if this one was enough; the k-th best of what there was room
-    for, which no more than the true k-th best; or everything if too few lay above the floor."""
+    for, which is no more than the true k-th best; or everything if too few lay above the floor."""
     arith = block.arith
     over = arith.cmpi(arith.CmpIPredicate.ne, over, block.int(0))
     many = block.not_less(found, block.int(topk))
-    few = block.less(found, block.load(need_g, *where))
+    few = block.less(found, block.load(refs.need, *where))
     value = arith.bitcast(block.f32, _flip(block, least))
     floor, tie = block.float(float("inf")), block.int(2**31 - 1)
     again = arith.andi(over, many)
@@ -293,8 +380,8 @@ def _next_floor(block, where, topk, found, over, least, last, need_g, floor_g, t
     lost = arith.andi(lost, arith.xori(again, block.true()))
     floor = arith.select(lost, block.float(float("-inf")), floor)
     with block.utils.when(block.equal(block.thread, block.int(0))):
-        block.store(floor, floor_g, *where)
-        block.store(tie, tie_g, *where)
+        block.store(floor, refs.floor, *where)
+        block.store(tie, refs.tie, *where)
 
 
 def pick(
@@ -314,10 +401,14 @@ def pick(
     if interpret:
         return _pick_interpreted(found, need_BT, state, topk)
     batch, length, segments, _ = found.rank_BTnc.shape
-    size = state[-1].shape[-1]
-    scratch = [plgpu.SMEM((n,), _i32) for n in (segments, max(MOST, size), MOST, size)]
     refs = [jax.new_ref(x) for x in state]
-    body = functools.partial(_pick_kernel, topk=topk)
+    scratch = scratch_of(segments, state[-1].shape[-1])
+
+    def body(*refs):
+        found, picked, scratch = Segments(*refs[:3]), Picked(*refs[3:8]), Scratch(*refs[8:])
+        where = (lax.axis_index("batch"), lax.axis_index("query"))
+        best_of(found, picked, scratch, *where, topk, THREADS)
+
     _kernel(body, batch, length, (), scratch)(*found, need_BT, *refs)
     return tuple(ref[...] for ref in refs)
 
@@ -326,7 +417,7 @@ def _kernel(body, batch, length, outputs, scratch):
     return plgpu.kernel(
         body,
         out_type=outputs,
-        scratch_types=[plgpu.SMEM((128,), _i32), *scratch],
+        scratch_types=scratch,
         grid=(length, batch),
         grid_names=("query", "batch"),
         num_threads=THREADS // 128,
