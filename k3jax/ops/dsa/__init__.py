@@ -159,12 +159,8 @@ def _pick(implementation: str, q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT,
     return name
 
 
-<<<<<<< HEAD
-def _streamed(q_BTHK, rows, w_BTH, positions_BT, topk, query_block, key_block):
-=======
-def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block=None, key_block=None):
-    """`candidates` in the portable form, best first."""
->>>>>>> main
+def streamed(q_BTHK, rows, w_BTH, positions_BT, topk, query_block=None, key_block=None):
+    """`candidates` in the portable form, best first; takes what a kernel takes."""
     batch, queries, heads, _ = q_BTHK.shape
     keys, width = rows.shape[1:]
     plan = blocks.plan(
