@@ -56,9 +56,7 @@ def candidates(
 
     extra = -length % queries
     pad = lambda x, fill: jnp.pad(  # noqa: E731
-        x,
-        [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)],
-        constant_values=jnp.asarray(fill, x.dtype),
+        x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=jnp.asarray(fill, x.dtype)
     )
     arrays = (pad(q_BTHK, 0), pad(w_BTH, 0), pad(positions_BT, -1))
     rank_BTk, at_BTk = blocks.over_queries(one_block, QUERIES, arrays, (0, 0, -1))

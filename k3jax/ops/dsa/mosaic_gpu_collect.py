@@ -77,10 +77,7 @@ def _kernel(
             for begin in range(0, TILE, min(page, TILE)):
                 row = (split + n * splits) * TILE + begin
                 entry = pages_g[batch, lax.div(jnp.minimum(row, length - 1), page)]
-                rows, there = (
-                    pl.ds(lax.rem(row, page), min(page, TILE)),
-                    pl.ds(begin, min(page, TILE)),
-                )
+                rows, there = pl.ds(lax.rem(row, page), min(page, TILE)), pl.ds(begin, min(page, TILE))
                 for source, target in ((keys_g, keys_s), (factor_g, factor_s)):
                     if target is not None:
                         plgpu.copy_gmem_to_smem(
@@ -144,7 +141,9 @@ def _dots(keys, q, *, then, interpret):
     if interpret:
         then()
         a, b = (x[...].astype(_f32) for x in (keys, q))
-        return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+        return lax.dot_general(
+            a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
 
     def scoped(accumulator):
         plgpu.wgmma(accumulator, keys, q.transpose((1, 0)))

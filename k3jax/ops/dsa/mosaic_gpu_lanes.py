@@ -290,7 +290,9 @@ def compact(keys_C, least, last, at_g, rank_g, kept_g, count_s, row, *, interpre
                     early = arith.cmpi(arith.CmpIPredicate.sle, at, last)
                     with lane.utils.when(arith.ori(above, early)):
                         free = lane.next_free(count_s, 0)
-                        flipped = arith.andi(arith.shrsi(key, lane.int(31)), lane.int(0x7FFFFFFF))
+                        flipped = arith.andi(
+                            arith.shrsi(key, lane.int(31)), lane.int(0x7FFFFFFF)
+                        )
                         rank = arith.bitcast(lane.f32, arith.xori(key, flipped))
                         lane.store(rank, rank_g, row, free)
                         lane.store(at, kept_g, row, free)

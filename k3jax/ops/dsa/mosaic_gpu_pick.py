@@ -72,7 +72,9 @@ def _pick_kernel(rank_g, at_g, best_g, kept_g, count_s, *, topk, interpret):
     count_s[0] = jnp.int32(0)
     total = _number(keys > _NONE)
     wanted = jnp.minimum(total, topk)
-    least = _greatest(lambda t: _number(keys >= t), wanted, range(31, -1, -1), jnp.int32(-(2**31)))
+    least = _greatest(
+        lambda t: _number(keys >= t), wanted, range(31, -1, -1), jnp.int32(-(2**31))
+    )
     least = jnp.maximum(least, _NONE + 1)
     above, equal = _number(keys > least), _number(keys == least)
 
@@ -81,9 +83,7 @@ def _pick_kernel(rank_g, at_g, best_g, kept_g, count_s, *, topk, interpret):
         at = _load(at_g.at[row], interpret)
         # Bisection for the greatest t with at least n of the positions at or above it, upside down.
         late = jnp.where(keys == least, ~at, jnp.int32(-(2**31)))
-        return ~_greatest(
-            lambda t: _number(late >= t), ties, range(31, -1, -1), jnp.int32(-(2**31))
-        )
+        return ~_greatest(lambda t: _number(late >= t), ties, range(31, -1, -1), jnp.int32(-(2**31)))
 
     ties = wanted - above
     last = lax.cond(equal > ties, last_of_ties, lambda _: jnp.int32(2**31 - 1), ties)
