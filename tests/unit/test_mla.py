@@ -59,7 +59,7 @@ def last_positions(batch, queries, keys):
     return jnp.asarray(np.maximum(rows, -1), jnp.int32)
 
 
-@pytest.mark.parametrize("implementation", mla_op.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", mla_op.PORTABLE)
 class TestContract:
     @pytest.fixture(autouse=True)
     def _bind(self, implementation):
@@ -210,7 +210,7 @@ def test_plan_stays_within_the_budget():
         assert s >= min(keys, blocks.KEY_BLOCK_FLOOR)
 
 
-@pytest.mark.parametrize("implementation", mla_op.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", mla_op.PORTABLE)
 def test_long_contexts_are_never_scored_whole(implementation):
     """Compiled, not run: 4,096 queries of 96 heads over 16,384 rows would be 26 GB of scores."""
     queries, keys = 4096, 16384
