@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from k3jax.cache import state as cache_state
 from k3jax.config import Config
 from k3jax.model import Transformer
-from sharding import Layout, resolve
+from sharding import Layout, LayoutError, resolve
 from sharding.compile import row_major
 from sharding.parallel import SINGLE, Parallel
 
@@ -194,7 +194,18 @@ def cache_specs(
 
 
 def array_specs(layout: Layout, arrays: cache_state.CacheArrays) -> cache_state.CacheArrays:
-    """The spec of every array of a decode state; that may have windows or page tables."""
+    """The spec of every array of a decode state; that may have windows or page tables.
+
+    Raises:
+      LayoutError: pages that the devices of a striped cache do not divide.
+    """
+    stripes = layout.size(layout.cache_sequence)
+    for c in (*arrays.head, *arrays.period, *arrays.tail):
+        if isinstance(c, cache_state.GlobalCache) and c.table_BM is not None:
+            page = c.latent_BSC.shape[-2]
+            if page % stripes:
+                why = f"page size {page}: no multiple of the {stripes} devices of cache_sequence"
+                raise LayoutError(f"layout {layout.name}", [why])
     names = cache_state.axes(arrays)
     return jax.tree.map(
         lambda a, axes: resolve.spec(layout, resolve.Leaf(a.shape, a.dtype, axes)), arrays, names

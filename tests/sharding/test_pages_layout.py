@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from k3jax.cache import state
 from k3jax.programs import Programs, array_specs
+from sharding import LayoutError
 
 BATCH, LENGTH, PAGE = 4, 64, 16
 
@@ -54,3 +55,10 @@ def test_pages_of_stripes_have_the_bits_of_stripes(name, groups, keys):
         results.append(np.concatenate(logits))
         assert np.isfinite(results[-1]).all()
     np.testing.assert_array_equal(*results)
+
+
+def test_a_page_that_stripes_would_cut_is_refused():
+    layout = spread.layout("striped-heads")
+    cache = jax.eval_shape(lambda: state.empty(tiny.config(), BATCH, LENGTH, jnp.float32, 6))
+    with pytest.raises(LayoutError, match="page size 6: no multiple of the 4 devices"):
+        array_specs(layout, cache)

@@ -284,13 +284,17 @@ def schedule(steps, batch, chunk, page, pages, pool, seed=0):
     return (*arrays, rng.integers(0, 96, (steps, batch, chunk)).astype(np.int32))
 
 
-@pytest.mark.parametrize("dsa", [False, True])
-def test_poison_in_free_pages_and_unused_rows(dsa):
+@pytest.mark.parametrize("keys", [None, "bfloat16", "float8_e4m3fn"])
+def test_poison_in_free_pages_and_unused_rows(keys):
     """200 mixed steps of the model, before each of which all rows that hold no token become NaN,
     have the bits of the same steps with zeros there."""
     page, pages, pool, batch = 5, 9, 20, 3
     steps = schedule(200, batch, 4, page, pages, pool)
-    module = tiny.module(tiny.config(3, (2, 3), dsa=dsa))  # KDA, and a stack of two global layers
+    config = tiny.config(3, (2, 3), dsa=keys is not None)  # KDA, and a stack of two global layers
+    if keys is not None:
+        index = dataclasses.replace(config.dsa, index_key_dtype=keys)
+        config = dataclasses.replace(config, dsa=index)
+    module = tiny.module(config)
     free = pool - (steps[0] >= 0).sum((1, 2))
     assert free.min() < 2 < 10 < free.max()
     assert steps[1].max() > 2 * tiny.config().dsa.topk
@@ -300,16 +304,21 @@ def test_poison_in_free_pages_and_unused_rows(dsa):
         """Stained, with the state of sequences that start anew at zero."""
         at = jnp.arange(pages * page, dtype=jnp.int32)
         at = jnp.where(at < start_B[:, None], at, -1)
-        used = jnp.zeros((pool, page, 1), bool)
-        used = state.write_rows(used, jnp.ones((*at.shape, 1), bool), at, None, table)
+        used = jnp.zeros((pool, page), bool)
+        used = state.write_rows(used, jnp.ones(at.shape, bool), at, None, table)
         going = start_B > 0
+
+        def stain(pool):  # [2, N, P, C], or [2, N, P] of factors
+            return jnp.where(
+                used[..., None] if pool.ndim == 4 else used, pool, fill.astype(pool.dtype)
+            )
 
         def one(c):
             if isinstance(c, state.KDACache):
                 states = jnp.where(going[:, None, None, None], c.state_BHVK, 0)
                 tails = jnp.where(going[:, None, None], c.tails_3BWP, 0)
                 return dataclasses.replace(c, state_BHVK=states, tails_3BWP=tails)
-            return jax.tree.map(lambda a: jnp.where(used, a, fill), pools(c))
+            return jax.tree.map(stain, pools(c))
 
         return dataclasses.replace(
             state.with_table(state.each(cache, one), table), lengths_B=start_B
@@ -327,7 +336,7 @@ def test_poison_in_free_pages_and_unused_rows(dsa):
     def cut(c):
         if isinstance(c, state.KDACache):
             return c
-        return jax.tree.map(lambda a: a[..., :pool, :, :], pools(c))
+        return jax.tree.map(lambda a: a[:, :pool], pools(c))
 
     empty = state.each(state.empty(module.config, batch, pages * page, jnp.float32, page), cut)
     empty = state.with_table(empty, jnp.asarray(steps[0][0]))

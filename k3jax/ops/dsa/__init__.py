@@ -160,7 +160,7 @@ def _pick(implementation: str, q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT,
 
 
 def streamed(q_BTHK, rows, w_BTH, positions_BT, topk, query_block=None, key_block=None):
-    """`candidates` in the portable form, best first."""
+    """`candidates` in the portable form, best first; takes what a kernel takes."""
     batch, queries, heads, _ = q_BTHK.shape
     keys, width = rows.shape[1:]
     plan = blocks.plan(
