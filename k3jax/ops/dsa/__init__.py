@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops import choice, mla, target
-from k3jax.ops.dsa import xla
+from k3jax.ops.dsa import mosaic_tpu, xla
 from k3jax.ops.dsa.merge import keep
 from k3jax.ops.mla import blocks, latent
 from k3jax.ops.rows import Rows
@@ -28,9 +28,11 @@ log = logging.getLogger(__name__)
 
 # name -> f(q_BTHK, rows, w_BTH, positions_BT, topk) -> (rank_BTk, at_BTk), see `candidates`; k may
 # exceed topk, then the rest has rank -inf. Any order: rows are sorted afterwards.
-SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {}
+SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"mosaic_tpu": mosaic_tpu.select}
 # What "auto" tries, in this order; refusals take (q_BTHK, rows, w_BTH, topk).
-SELECT_KERNELS: dict[str, choice.Kernel] = {}
+SELECT_KERNELS: dict[str, choice.Kernel] = {
+    "mosaic_tpu": choice.Kernel(target.is_tpu, mosaic_tpu.refusal)
+}
 
 SELECT_IMPLEMENTATIONS = ("streamed", *SELECT_KERNELS)
 ATTEND_IMPLEMENTATIONS = ("gathered", "masked", *latent.KERNELS)
