@@ -4,7 +4,7 @@ there by block or one by one.
 A kernel gets the stack whole, the layer as a prefetched scalar and the pages of one sequence in
 scalar memory, so nothing is sliced or copied before it. Blocks are copied in pieces that lie within
 a page each. A tile of bfloat16 holds the rows of a pair in the halves of 32-bit words, and a copy
-cannot start inside a word: single rows are copied as pairs (`words`).
+cannot start inside a word: single rows are copied as pairs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from k3jax.ops.rows import Rows
 LANES, SUBLANES = 128, 8  # of a tile of 32-bit numbers
 VMEM_LIMIT = 56 * 2**20
 """Bytes a kernel may use; a v5p and a core of a TPU7x have 64 MiB, v5e and v6e 128."""
+
+PARAMETERS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel"),
+    vmem_limit_bytes=VMEM_LIMIT,
+    disable_bounds_checks=True,
+)
+"""Of a kernel over sequences and groups of queries. Every index is brought within bounds before it is
+used; checks would be half of the cycles to copy a single row (38, without them 19)."""
 
 MAX_PAGES = 65_536
 """Pages of a sequence. Two rows of the table, for the pipeline, are then half of scalar memory."""
@@ -54,23 +62,23 @@ def pages_spec(pages_B1M: Array) -> pl.BlockSpec:
 
 
 def _place(pages_ref, page: int, at):
-    """(entry, row) of row ``at`` of the sequence; past the last page it is a row of that page."""
+    """(entry, row) of row ``at`` of the sequence, which exists."""
     if pages_ref.shape[2] == 1:
-        return pages_ref[0, 0, 0], jax.lax.rem(at, page)
-    number = jnp.minimum(jax.lax.div(at, page), pages_ref.shape[2] - 1)
-    return pages_ref[0, 0, number], jax.lax.rem(at, page)
+        return pages_ref[0, 0, 0], at
+    return pages_ref[0, 0, jax.lax.div(at, page)], jax.lax.rem(at, page)
 
 
 def start_block(stack_ref, layer, pages_ref, start, block_ref, semaphore) -> None:
     """Starts to copy rows ``start`` and on into ``block_ref`` [rows, C]; ends as `wait` says.
 
-    ``start`` is a multiple of the block's rows. What lies past the last row is some other row.
+    ``start`` is a multiple of the block's rows. Past the last row come some rows once more.
     """
     rows, page = block_ref.shape[0], stack_ref.shape[2]
     piece = math.gcd(rows, page)
+    last = pages_ref.shape[2] * page - piece
 
     def copy(i, _):
-        entry, row = _place(pages_ref, page, start + i * piece)
+        entry, row = _place(pages_ref, page, jnp.minimum(start + i * piece, last))
         pltpu.make_async_copy(
             stack_ref.at[layer, entry, pl.ds(pl.multiple_of(row, piece), piece)],
             block_ref.at[pl.ds(pl.multiple_of(i * piece, piece), piece)],
@@ -80,17 +88,19 @@ def start_block(stack_ref, layer, pages_ref, start, block_ref, semaphore) -> Non
     jax.lax.fori_loop(0, rows // piece, copy, None, unroll=rows // piece <= 8)
 
 
-def words(ref):
-    """The reference to rows [.., C] whose single rows can be copied: pairs of bfloat16 rows."""
-    return ref if ref.dtype == jnp.float32 else ref.bitcast(jnp.uint32)
+def start_row(stack_ref, layer, pages_ref, at, block_ref, row, semaphore) -> None:
+    """Starts to copy row ``at`` of the sequence, or its pair, to a row of ``block_ref``.
 
-
-def start_row(words_ref, layer, pages_ref, page: int, at, block_ref, row, semaphore) -> None:
-    """Starts to copy row ``at`` of the sequence, or its pair, to a row of ``block_ref``."""
-    entry, source = _place(pages_ref, page, at)
-    source = jax.lax.div(source, page // words_ref.shape[2])
+    The address is that of a tile and a place within it. In one step the compiler counts 4-byte
+    words from the start of the stack in 32 bits, which ends at 16 GiB.
+    """
+    entry, source = _place(pages_ref, stack_ref.shape[2], at)
+    first = pl.multiple_of(source & -SUBLANES, SUBLANES)
+    tile_ref, place = stack_ref.at[layer, entry, pl.ds(first, SUBLANES)], source & (SUBLANES - 1)
+    if stack_ref.dtype == jnp.bfloat16:
+        tile_ref, place = tile_ref.bitcast(jnp.uint32), place >> 1
     pltpu.make_async_copy(
-        words_ref.at[layer, entry, pl.ds(source, 1)], block_ref.at[pl.ds(row, 1)], semaphore
+        tile_ref.at[pl.ds(place, 1)], block_ref.at[pl.ds(row, 1)], semaphore
     ).start()
 
 

@@ -349,10 +349,7 @@ def select(
             jax.ShapeDtypeStruct((batch, groups, group, slots), dtype)
             for dtype in (jnp.float32, jnp.int32)
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"),
-            vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
-        ),
+        compiler_params=mosaic_tpu.PARAMETERS,
         interpret=interpret,
         name="dsa_select",
     )(

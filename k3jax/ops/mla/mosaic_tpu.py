@@ -131,17 +131,15 @@ def _selection_kernel(
     block_ref, sem, top_ref, sum_ref, acc_ref, *, scale, keys, size,
 ):  # fmt: skip
     group, count = index_ref.shape[2:]
-    pieces, page = count // size, rows_ref.shape[2]
-    words_ref = mosaic_tpu.words(rows_ref)
+    pieces = count // size
 
     def fetch(i):
         slot, q, first = lax.rem(i, 2), lax.div(i, pieces), lax.rem(i, pieces) * size
 
         def copy(j, _):
-            at = at_ref[0, 0, q, first + j]
-            at = jnp.where((at < 0) | (at >= keys), 0, at)
+            at = jnp.clip(at_ref[0, 0, q, first + j], 0, keys - 1)
             mosaic_tpu.start_row(
-                words_ref, layer_ref[0], pages_ref, page, at, block_ref.at[slot], j, sem.at[slot]
+                rows_ref, layer_ref[0], pages_ref, at, block_ref.at[slot], j, sem.at[slot]
             )
 
         lax.fori_loop(0, size, copy, None, unroll=8)
@@ -219,10 +217,7 @@ def _call(kernel, operands, specs, scalars, outputs, block, pairs, width, interp
             ],
         ),
         out_shape=outputs,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"),
-            vmem_limit_bytes=mosaic_tpu.VMEM_LIMIT,
-        ),
+        compiler_params=mosaic_tpu.PARAMETERS,
         interpret=interpret,
         name=name,
     )(*operands)
