@@ -28,8 +28,8 @@ PARAMETERS = pltpu.CompilerParams(
     vmem_limit_bytes=VMEM_LIMIT,
     disable_bounds_checks=True,
 )
-"""Of a kernel over sequences and groups of queries. Every index is brought within bounds before it is
-used; checks would be half of the cycles to copy a single row (38, without them 19)."""
+"""Of a kernel over sequences and groups of queries. Every index is brought within bounds before it
+is used; checks would be half of the cycles to copy a single row (38, without them 19)."""
 
 MAX_PAGES = 65_536
 """Pages of a sequence. Two rows of the table, for the pipeline, are then half of scalar memory."""
