@@ -209,7 +209,6 @@ def test_keys_over_devices():
         ({"keys": 1_048_580}, "1048580 rows a page"),
         ({"dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
         ({"page": 8, "pages": 131_072}, "131072 pages"),
-        ({"keys": 1024}, "topk 2048 of 1024 keys"),
         ({}, None),
         ({"page": 6144, "pages": 171}, None),
     ],

@@ -49,7 +49,7 @@ _NN, _NT, _TN = (1, 0), (1, 1), (0, 0)  # contracted axes of two matrices
 
 def refusal(q_BTHK, rows, w_BTH, topk: int) -> str | None:
     """Why the kernel cannot take these inputs; None if it can."""
-    del w_BTH
+    del w_BTH, topk
     if not isinstance(rows, Rows):
         return "index keys are codes with factors"
     heads, width = q_BTHK.shape[2:]
@@ -59,8 +59,6 @@ def refusal(q_BTHK, rows, w_BTH, topk: int) -> str | None:
         return f"K is {width}, no multiple of {LANES} lanes"
     if rows.shape[1] * 4 > SCORES:
         return f"scores of {rows.shape[1]} keys are over {SCORES} bytes"
-    if topk > rows.shape[1]:
-        return f"topk {topk} of {rows.shape[1]} keys"
     return mosaic_tpu.refusal(rows)
 
 
