@@ -1,73 +1,21 @@
 """The KDA kernels compile for every TPU generation at K3's sizes, and copy nothing."""
 
-import os
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_programs import TOPOLOGIES, array, compiled, kind_of
 
 from k3jax.ops import kda as kda_op
 from k3jax.ops import target
 from k3jax.ops.kda.packing import num_chunks
-from sharding.compile import COMPILER_OPTIONS, ENVIRONMENT, row_major
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("libtpu")]
 
 D, HEADS, LAYERS, EPS = 128, 96, 4, 1e-5
-TOPOLOGIES = {  # name: (device kind, heads whose million tokens fit in the memory of a chip)
-    "v5e:2x2": ("TPU v5 lite", 6),
-    "v5p:2x2x1": ("TPU v5", 12),
-    "v6e:2x2": ("TPU v6 lite", 12),
-    "tpu7x:2x2x1": ("TPU7x", 12),
-}
 # Measured: 0.79 MB on a v5p at most (filters and gates of all heads), none elsewhere.
 TEMPORARIES = 1e6
-
-
-@pytest.fixture(params=TOPOLOGIES, scope="module")
-def place(request):
-    """A mesh of one device of a generation, in the way that a step of the model has one."""
-    pytest.importorskip("libtpu", reason="needs the extra aot (libtpu, Linux)")
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    from jax.experimental import topologies
-
-    device = topologies.get_topology_desc(request.param, platform="tpu").devices[0]
-    mesh = Mesh(np.array([device]), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def compiled(place, function, arguments, donated=()):
-    """Compiled under shard_map, as the model's steps are, with row-major arguments and results."""
-    typed = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments
-    )
-    mapped = jax.shard_map(
-        function, mesh=place.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(),
-        check_vma=False,
-    )  # fmt: skip
-    with jax.sharding.set_mesh(place.mesh):
-        results = jax.eval_shape(mapped, *typed)
-    results = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), results
-    )
-    typed = jax.tree.map(
-        lambda a, f: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=f), typed, row_major(typed)
-    )
-    step = jax.jit(mapped, donate_argnums=donated, out_shardings=row_major(results))
-    kind = place.mesh.devices.flat[0].device_kind
-    done = step.lower(*typed).compile(compiler_options=COMPILER_OPTIONS.get(kind))
-    memory = done.memory_analysis()
-    print(f"\n{kind}: temporaries {memory.temp_size_in_bytes / 1e6:.3f} MB")
-    assert "tpu_custom_call" in done.as_text()  # "auto" took the kernel
-    return done, memory
-
-
-def array(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def prefill(place, batch, length, heads, dtype=jnp.bfloat16, lower_bound=-5.0):
@@ -90,9 +38,8 @@ def prefill(place, batch, length, heads, dtype=jnp.bfloat16, lower_bound=-5.0):
 
 
 def test_names_of_generations(place):
-    kind = place.mesh.devices.flat[0].device_kind
-    assert kind in [kind for kind, _ in TOPOLOGIES.values()]
-    assert target.is_tpu(kind)
+    assert kind_of(place) in TOPOLOGIES.values()
+    assert target.is_tpu(kind_of(place))
 
 
 @pytest.mark.parametrize("length", [1, 64, 4096])
@@ -103,8 +50,7 @@ def test_prefill(place, length, heads):
 
 
 def test_prefill_of_a_million_tokens(place):
-    kind = place.mesh.devices.flat[0].device_kind
-    (heads,) = (heads for name, heads in TOPOLOGIES.values() if name == kind)
+    heads = 6 if kind_of(place) == "TPU v5 lite" else 12  # as many as fit in a chip's memory
     _, memory = prefill(place, 1, 1_048_576, heads)
     assert memory.temp_size_in_bytes <= TEMPORARIES
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops import choice, mla, target
-from k3jax.ops.dsa import fp8, mosaic_gpu, xla
+from k3jax.ops.dsa import fp8, mosaic_gpu, mosaic_tpu, xla
 from k3jax.ops.dsa.fp8 import agreement
 from k3jax.ops.dsa.merge import keep
 from k3jax.ops.mla import blocks, latent
@@ -33,9 +33,13 @@ log = logging.getLogger(__name__)
 # bits come as `Scaled`, with q in float8_e4m3fn and its factors in w (`fp8.meet`).
 SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "mosaic_gpu": mosaic_gpu.candidates,
+    "mosaic_tpu": mosaic_tpu.select,
 }
 # What "auto" tries, in this order; refusals take (q_BTHK, rows, w_BTH, topk).
-SELECT_KERNELS = {"mosaic_gpu": choice.Kernel(target.is_hopper, mosaic_gpu.refusal)}
+SELECT_KERNELS = {
+    "mosaic_gpu": choice.Kernel(target.is_hopper, mosaic_gpu.refusal),
+    "mosaic_tpu": choice.Kernel(target.is_tpu, mosaic_tpu.refusal),
+}
 
 SELECT_IMPLEMENTATIONS = ("streamed", *SELECT_KERNELS)
 ATTEND_IMPLEMENTATIONS = ("gathered", "masked", *latent.KERNELS)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from k3jax.ops import target
 from k3jax.ops.choice import Kernel
-from k3jax.ops.mla import blocks, mosaic_gpu, xla
+from k3jax.ops.mla import blocks, mosaic_gpu, mosaic_tpu, xla
 from k3jax.ops.rows import Rows
 
 if TYPE_CHECKING:
@@ -32,10 +32,16 @@ Attention = Callable[..., tuple[jax.Array, jax.Array]]
 # scale * q . row in float32, ``o`` is softmax(scores) times the first ``width`` columns of the rows
 # and ``lse`` the log of the sum of exp(scores); zeros and -inf for a query that sees no row. Rows
 # that nobody sees may hold anything, NaN included.
-LATENT: dict[str, Attention] = {"mosaic_gpu": mosaic_gpu.latent}
+LATENT: dict[str, Attention] = {
+    "mosaic_gpu": mosaic_gpu.latent,
+    "mosaic_tpu": mosaic_tpu.attention,
+}
 
 # What "auto" tries, in this order; refusals take (q_BTHQ, rows, w_k_HNC, where).
-KERNELS: dict[str, Kernel] = {"mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal)}
+KERNELS: dict[str, Kernel] = {
+    "mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal),
+    "mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal),
+}
 
 QUERIES = 1024
 """Queries at a time before a kernel: 304 KiB each, absorbed and attended, at K3's sizes."""
