@@ -14,6 +14,7 @@ from k3jax.ops.rows import Rows, Scaled
 
 TOPK = 16
 PROMPT, CHUNKS = 200, (1, 7, 16, 17, 64, 200)
+PAGES = (1, 7, 21, 63)  # tiles of a page, of a cache of 63
 MARGIN = 1e-6  # of the largest score: what lies closer to the threshold may be taken or left
 
 
@@ -152,10 +153,10 @@ class SelectContract:
         np.testing.assert_array_equal(got.reshape(1, -1, TOPK)[:, :PROMPT], want)
 
     def test_every_cached_prefix(self, implementation):
-        """Row p: the prompt's first p tokens are cached, and the next 17 come in one call."""
+        """Row p: the prompt's first p tokens are cached, and the next 8 come in one call."""
         q, k, w = drawn(implementation, 1, PROMPT, PROMPT)
         want = reference.select(q, k, w, np.arange(PROMPT)[None], TOPK)[0]
-        at = np.arange(PROMPT)[:, None] + np.arange(TOPK + 1)
+        at = np.arange(PROMPT)[:, None] + np.arange(8)
         take = np.minimum(at, PROMPT - 1)
         written = np.arange(PROMPT) <= at[:, -1:]
         cache = np.where(written[..., None], k, np.float32(np.nan))
@@ -225,19 +226,21 @@ class SelectContract:
         got = runner(implementation)(q, k, w, np.full((1, 5), 99))
         assert (got == np.arange(50, 66)).all()
 
-    @pytest.mark.parametrize("page", [None, 1, 7, 21, 63])
+    @pytest.mark.parametrize("page", [None, *PAGES])
     def test_rows_of_a_stack(self, implementation, page):
-        """One layer, from the second sequence on; in a row each, or in pages in any order.
+        """One layer, from the third sequence on; in a row each, or in pages in any order.
 
         What no query may see holds NaN, and table entries of such pages any number.
         """
-        (q, k, w), positions = drawn(implementation, 2, 5, 63), np.array([[0, 3, 15, 16, 62]] * 2)
-        positions[1] //= 2
+        tile = implementation.tile
+        keys = PAGES[-1] * tile
+        q, k, w = drawn(implementation, 2, 5, keys)
+        positions = np.array([[0, 3, 15, 16, keys - 1], [-1, 3, 16, 7, keys // 2]])
         want = reference.select(q, k, w, positions, TOPK)
-        seen = np.arange(63) <= positions.max(1, keepdims=True)
-        k = np.where(seen[..., None], k, np.float32(np.nan))
-        got = runner(implementation)(q, stacked(implementation.rows(k), page), w, positions)
-        np.testing.assert_array_equal(got, want)
+        seen = np.arange(keys) <= positions.max(1, keepdims=True)
+        rows = implementation.rows(np.where(seen[..., None], k, np.float32(np.nan)))
+        rows = stacked(rows, page and page * tile)
+        np.testing.assert_array_equal(runner(implementation)(q, rows, w, positions), want)
 
     @pytest.mark.parametrize("keys", [TOPK, 64])
     def test_candidates(self, implementation, keys):

@@ -33,6 +33,7 @@ class Implementation:
         leave the table alone, as for portable forms and on the device itself.
       blocks: other block sizes, which must change nothing; options of the public function where
         there is no entry.
+      tile: caches and pages have a multiple of so many rows; here NaN rows fill them up.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Implementation:
     device: str | None = None
     entry: Callable[..., Callable] | None = None
     blocks: tuple[Mapping[str, int], ...] = ()
+    tile: int = 1
 
     TABLES = ()  # (implementations, kernels, [(module, its tuple of names)])
 
@@ -62,6 +64,11 @@ class Implementation:
                 )
             yield
 
+    def filled(self, rows_BSC):
+        """Rows of NaN behind the others, up to a whole number of tiles."""
+        widths = [(0, 0), (0, -rows_BSC.shape[1] % self.tile), (0, 0)]
+        return jnp.pad(rows_BSC, widths, constant_values=jnp.asarray(jnp.nan, rows_BSC.dtype))
+
     def options(self, sizes) -> dict[str, int]:
         """Block sizes as options of the public function."""
         return dict(sizes) if self.entry is None else {}
@@ -82,9 +89,10 @@ class Selection(Implementation):
 
     def rows(self, k_BSK) -> Rows | Scaled:
         """Cache rows of these keys, rounded to ``dtype``; float8 ones have a factor each."""
+        k_BSK = self.filled(jnp.asarray(k_BSK, jnp.float32))
         if self.dtype != FLOAT8:
-            return Rows.of(jnp.asarray(k_BSK, self.dtype))
-        k_BSK = np.asarray(k_BSK, np.float32)
+            return Rows.of(k_BSK.astype(self.dtype))
+        k_BSK = np.asarray(k_BSK)
         factors = np.abs(k_BSK).max(-1, keepdims=True)
         factors = np.where(factors == 0, np.float32(1), factors)
         return Scaled(Rows.of(jnp.asarray(k_BSK / factors, FLOAT8)), Rows.of(jnp.asarray(factors)))
@@ -230,6 +238,8 @@ SELECTIONS = {
     "stand-in": Selection("plain", device="plain", entry=plain_selection),
     "stand-in-float8": Selection("plain", FLOAT8, device="plain", entry=plain_selection),
 }  # fmt: skip
+# Measured: 7.5e-7 against float64, 5.1e-7 between block sizes, 1.6e-7 between batches; in bfloat16
+# 6.9e-3, 2.8e-3 and 0, and cosines of 1 - 8e-6 for outputs, 1 - 2.3e-5 for gradients.
 LATENT_BLOCKS = tuple({"query_block": t, "key_block": s} for t, s in ((5, 8), (16, 300), (37, 64)))
 BF16 = {"dtype": jnp.bfloat16, "limit": 1e-2, "cosine": 0.9999, "blocking": 1e-2}
 FORMS = {"absorbed": "gathered", "expanded": "masked"}

@@ -18,6 +18,7 @@ from k3jax.ops.rows import Rows
 
 TOPK = 16
 PROMPT, CHUNKS = 200, (1, 17, 64, 200)
+PAGES = (1, 7, 21, 63)  # tiles of a page, of a cache of 63
 SLOPE = 1e-6  # directional derivative / (norm of gradient * norm of step)
 KINDS = ("dense", "sparse")
 
@@ -42,7 +43,12 @@ def runner(implementation: Latent, kind: str, sizes: tuple = ()):
     """Compiled attention; traced, and therefore patched, when a new shape comes. With a weight for
     every output, the gradients of their sum too."""
     sizes = dict(sizes)
-    function = call(implementation, kind, **implementation.options(kind, sizes))
+    named = call(implementation, kind, **implementation.options(kind, sizes))
+
+    def function(q, rows, w_k, w_v, where):
+        rows = rows if isinstance(rows, Rows) else implementation.filled(rows)
+        return named(q, rows, w_k, w_v, where)
+
     compiled = jax.jit(lambda args, where: function(*args, where))
 
     @jax.jit
@@ -245,16 +251,18 @@ class LatentContract:
         moved = np.abs(np.float64(before) - np.float64(after))
         assert (moved[:, 5:].max((0, 2, 3)) > 1e-3).all()
 
-    @pytest.mark.parametrize("page", [None, 1, 7, 21, 63])
+    @pytest.mark.parametrize("page", [None, *PAGES])
     def test_rows_of_a_stack(self, implementation, kind, page):
-        """One layer, from the second sequence on; in a row each, or in pages in any order."""
-        q, cache, *weights = drawn(implementation, 2, 5, 63)
-        where = where_of(kind, 2, 5, 63)
+        """One layer, from the third sequence on; in a row each, or in pages in any order."""
+        tile = implementation.tile
+        keys = PAGES[-1] * tile
+        q, cache, *weights = drawn(implementation, 2, 5, keys)
+        where = where_of(kind, 2, 5, keys)
         want = float64(implementation, kind, (q, cache, *weights), where)
-        used = np.arange(63) <= where.reshape(2, -1).max(1, keepdims=True)
+        used = np.arange(keys) <= where.reshape(2, -1).max(1, keepdims=True)
         cache = jnp.where(used[..., None], cache, jnp.asarray(jnp.nan, cache.dtype))
-        got = runner(implementation, kind)((q, stacked(Rows.of(cache), page), *weights), where)
-        check(implementation, got, want)
+        rows = stacked(Rows.of(cache), page and page * tile)
+        check(implementation, runner(implementation, kind)((q, rows, *weights), where), want)
 
     def test_log_sum_exp(self, implementation, kind):
         """What a kernel itself gives: attention within its rows and their log-sum-exp, from which

@@ -106,7 +106,7 @@ def select(
         raise ValueError(f"dsa.select: topk must be at least 1, got {topk}")
     keys = k_BSK.shape[1]
     inputs = (q_BTHK, Rows.of(k_BSK), w_BTH, positions_BT, topk)
-    implementation = _pick(implementation, *inputs)
+    implementation = _pick(implementation, *inputs[:-1], min(topk, keys))
     if keys <= topk:
         log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
         return xla.everything(positions_BT, keys, topk)
