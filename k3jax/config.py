@@ -58,6 +58,12 @@ class DSAConfig:
     topk: int
     key_norm_eps: float = 1e-6  # open question: DeepSeek V3.2's value; a port uses rms_norm_eps
     topk_key: str = "index_topk"  # open question: the name this checkpoint gives to ``topk``
+    index_key_dtype: str = "bfloat16"  # in the cache: the model's dtype, or "float8_e4m3fn"
+
+    @property
+    def scaled_keys(self) -> bool:
+        """Whether the cache holds index keys in eight bits, with a float32 factor a token."""
+        return self.index_key_dtype == "float8_e4m3fn"
 
 
 @dataclass(frozen=True)

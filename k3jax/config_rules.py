@@ -29,6 +29,7 @@ IGNORED = frozenset(
 KNOBS = (
     ("mla_latent_norm_eps", "mla", "latent_norm_eps"),
     ("index_key_norm_eps", "dsa", "key_norm_eps"),
+    ("index_key_dtype", "dsa", "index_key_dtype"),
     ("kda_state_dtype", "kda", "state_dtype"),
     ("dt_bias_init", "kda", "dt_bias_init"),
     ("vision_norm_eps", "vision", "norm_eps"),
@@ -38,6 +39,7 @@ KNOBS = (
     ("per_head_muon_scale", None, "per_head_muon_scale"),
 )
 CHOICES = {
+    "index_key_dtype": ("bfloat16", "float8_e4m3fn"),
     "kda_state_dtype": ("float32", "bfloat16"),
     "dt_bias_init": ("log_uniform", "zeros"),
     "router_dtype": ("float32", "bfloat16"),

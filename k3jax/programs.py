@@ -129,8 +129,7 @@ class Programs:
         specs = tuple(resolve.spec(layout, v) for v in variables(module))
         batch = P(layout.batch)
         vocab = layout.over("vocab") or None
-        cache = cache_specs(module.config, layout)
-        windows = cache_specs(module.config, layout, window=1)
+        specs_of = functools.partial(array_specs, layout)
         spread = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
 
         def spread_forward(leaves, tokens_BT, embeddings_BTD, lengths_B, *, collect=()):
@@ -140,25 +139,35 @@ class Programs:
                 out_specs=(P(layout.batch, None, vocab), P(None, layout.batch)),
             )(leaves, tokens_BT, embeddings_BTD, lengths_B)
 
-        out = (P(layout.batch, vocab), cache)
-
         def spread_prefill(leaves, arrays, tokens_BT, lengths_B, features_BTD=None):
-            ins = (specs, cache, batch, batch, batch)
+            cache = specs_of(arrays)
+            ins, out = (specs, cache, batch, batch, batch), (P(layout.batch, vocab), cache)
             inputs = (leaves, arrays, tokens_BT, lengths_B, features_BTD)
             return spread(prefill, in_specs=ins, out_specs=out)(*inputs)
 
+        def spread_decode(leaves, arrays, tokens_B, lengths_B):
+            cache = specs_of(arrays)
+            ins, out = (specs, cache, batch, batch), (P(layout.batch, vocab), cache)
+            return spread(decode, in_specs=ins, out_specs=out)(leaves, arrays, tokens_B, lengths_B)
+
         def spread_verify(leaves, arrays, tokens_BT, lengths_B, accepted_B=None):
-            ins = (specs, cache if accepted_B is None else windows, batch, batch, batch)
-            results = (P(layout.batch, None, vocab), windows)
+            windows = jax.eval_shape(lambda a: cache_state.with_windows(a, 1, jnp.bfloat16), arrays)
+            ins = (specs, specs_of(arrays), batch, batch, batch)
+            out = (P(layout.batch, None, vocab), specs_of(windows))
             inputs = (leaves, arrays, tokens_BT, lengths_B, accepted_B)
-            return spread(verify, in_specs=ins, out_specs=results)(*inputs)
+            return spread(verify, in_specs=ins, out_specs=out)(*inputs)
+
+        def spread_commit(leaves, arrays, accepted_B):
+            windows = specs_of(arrays)
+            ins = (specs, windows, batch)
+            return spread(commit, in_specs=ins, out_specs=windows)(leaves, arrays, accepted_B)
 
         return cls(
             spread_forward,
             spread_prefill,
-            spread(decode, in_specs=(specs, cache, batch, batch), out_specs=out),
+            spread_decode,
             spread_verify,
-            spread(commit, in_specs=(specs, windows, batch), out_specs=windows),
+            spread_commit,
             specs,
             batch,
         )
@@ -181,7 +190,11 @@ def cache_specs(
     config: Config, layout: Layout, window: int | None = None
 ) -> cache_state.CacheArrays:
     """The spec of every array of the decode state."""
-    arrays = abstract_cache(config, 1, 1, jnp.bfloat16, window)
+    return array_specs(layout, abstract_cache(config, 1, 1, jnp.bfloat16, window))
+
+
+def array_specs(layout: Layout, arrays: cache_state.CacheArrays) -> cache_state.CacheArrays:
+    """The spec of every array of a decode state; that may have windows or page tables."""
     names = cache_state.axes(arrays)
     return jax.tree.map(
         lambda a, axes: resolve.spec(layout, resolve.Leaf(a.shape, a.dtype, axes)), arrays, names

@@ -175,16 +175,21 @@ class Model:
         logits, aux = self._everywhere((logits, aux))
         return logits[:B, :T], {name: a[:, :B, :T] for name, a in aux.items()}
 
-    def init_cache(self, batch: int, max_length: int) -> Cache:
-        """An empty cache for ``batch`` rows of ``max_length`` tokens, rounded up to a bucket."""
+    def init_cache(self, batch: int, max_length: int, page_size: int | None = None) -> Cache:
+        """An empty cache for ``batch`` rows of ``max_length`` tokens, rounded up to a bucket; with
+        a ``page_size`` latents and index keys lie in pages of that many tokens."""
         limit = self.config.max_position_embeddings
         if batch < 1:
             raise InputError(f"batch={batch}: at least 1")
         if not 1 <= max_length <= limit:
             raise InputError(f"max_length={max_length}: 1 to {limit} (max_position_embeddings)")
+        if page_size is not None and (page_size < 1 or self.layout is not None):
+            why = "at least 1" if page_size < 1 else "caches on a layout have no pages"
+            raise InputError(f"page_size={page_size}: {why}")
         size = min(bucket(max_length, MIN_CACHE), max(limit, MIN_CACHE))
         rows, size = programs.padded(self.layout, batch, size)
-        empty = functools.partial(cache_state.empty, self.config, rows, size, self.dtype)
+        shape = (rows, size, self.dtype, page_size)
+        empty = functools.partial(cache_state.empty, self.config, *shape)
         if self.layout is not None:
             empty = jax.jit(empty, out_shardings=self._formats)
         return Cache(empty(), np.zeros((batch,), np.int32), size)

@@ -18,6 +18,11 @@ PAGES = (1, 7, 21, 63)  # tiles of a page, of a cache of 63
 MARGIN = 1e-6  # of the largest score: what lies closer to the threshold may be taken or left
 
 
+def of_table(implementation: Selection):
+    """What stands in the table; queries of a float8 form are codes there."""
+    return dsa.SELECT.get(implementation.name, dsa.streamed)
+
+
 @functools.cache
 def runner(implementation: Selection, topk: int = TOPK, sizes: tuple = ()):
     """Compiled selection; traced, and therefore patched, when a new shape comes."""
@@ -29,7 +34,7 @@ def runner(implementation: Selection, topk: int = TOPK, sizes: tuple = ()):
     def select_float8(q_BTHK, rows, w_BTH, positions_BT):
         if rows.shape[1] <= topk:
             return xla.everything(positions_BT, rows.shape[1], topk)
-        best = dsa.SELECT[implementation.name](q_BTHK, rows, w_BTH, positions_BT, topk)
+        best = of_table(implementation)(q_BTHK, rows, w_BTH, positions_BT, topk)
         return xla.ascending(*best)[..., :topk]
 
     compiled = jax.jit(select_float8 if implementation.dtype == FLOAT8 else call)
@@ -301,7 +306,7 @@ class SelectContract:
 
         def select(q, rows, w, positions):
             if dtype == FLOAT8:
-                return dsa.SELECT[implementation.name](q, rows, w, positions, 2048)
+                return of_table(implementation)(q, rows, w, positions, 2048)
             return dsa.select(q, rows, w, positions, 2048, implementation=implementation.name)
 
         with implementation.running():

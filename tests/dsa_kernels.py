@@ -185,9 +185,6 @@ def plain_selection(spare: int = 3):
     """A stand-in for a kernel: more places than topk, in an order of its own."""
 
     def select(q_BTHK, rows, w_BTH, positions_BT, topk):
-        if isinstance(rows, Scaled):
-            q_BTHK = q_BTHK.astype(jnp.float32)
-            rows = Rows.of(rows.codes.whole().astype(jnp.float32) * rows.factors.whole())
         sizes = {"query_block": 3, "key_block": min(7, rows.shape[1])}
         rank, at = xla.streamed(q_BTHK, rows, w_BTH, positions_BT, topk, **sizes)
         widths = [(0, 0), (0, 0), (spare, 0)]
@@ -235,6 +232,7 @@ SELECTIONS = {
                 {"query_block": 3, "key_block": 1}),
     ),
     "streamed-bfloat16": Selection("streamed", jnp.bfloat16, heads=32, width=128),
+    "streamed-float8": Selection("streamed", FLOAT8),
     "stand-in": Selection("plain", device="plain", entry=plain_selection),
     "stand-in-float8": Selection("plain", FLOAT8, device="plain", entry=plain_selection),
 }  # fmt: skip

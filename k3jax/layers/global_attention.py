@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3jax.cache.state import GlobalCache, write_rows
+from k3jax.cache.state import GlobalCache
 from k3jax.config import Config
 from k3jax.layers.norms import layer_norm, rms_norm
 from k3jax.layers.params import Maker, linear
 from k3jax.layers.tokens import Stripe, Tokens
 from k3jax.ops import dsa
 from k3jax.ops.mla import Spread, mla
-from k3jax.ops.rows import Rows
+from k3jax.ops.rows import Rows, Scaled
+from k3jax.quantization import fp8
 from sharding.parallel import SINGLE
 
 
@@ -40,7 +42,7 @@ class Indexer(nnx.Module):
         return q, linear(x_BTD, self.weights_proj, out_dtype=jnp.float32) * jnp.float32(scale)
 
     def keys(self, x_BTD) -> jax.Array:
-        """Index keys [B, T, K]: LayerNorm in float32, model dtype in the cache."""
+        """Index keys [B, T, K]: LayerNorm in float32, then the model dtype."""
         eps = self.config.key_norm_eps
         return layer_norm(
             linear(x_BTD, self.wk), self.k_norm_scale[...], self.k_norm_bias[...], eps
@@ -151,21 +153,24 @@ class GlobalAttention(nnx.Module):
     def _write(self, cache, rows_BTC, index_rows_BTK, stripe: Stripe, tokens: Tokens, slot):
         """(cache with the new rows, views of its latents and index keys); the new rows themselves
         where there is no cache."""
+        index, key, factor = self.config.dsa, index_rows_BTK, None
+        # Keys in eight bits pass no gradient: an indexer that trains sees what they are made of.
+        if index and index.scaled_keys and (cache is not None or self.indexer_mode == "frozen"):
+            key, factor = fp8.quantize(key)
         if cache is None:
-            index = None if index_rows_BTK is None else Rows.of(index_rows_BTK)
-            return None, Rows.of(rows_BTC), index
-        target = stripe.target(tokens.cache_positions_BT)
+            new = GlobalCache(rows_BTC, key, factor)
+            return None, new.latents(), new.index_keys()
+        new = [r if r is None else stripe.sequences(r) for r in (rows_BTC, key, factor)]
+        table = cache.table_BM
+        if table is not None:  # of every sequence that this device holds rows of
+            cache = dataclasses.replace(cache, table_BM=stripe.sequences(table))
+        cache = cache.write(*new, stripe.target(tokens.cache_positions_BT), slot)
+        views = cache.latents(slot), cache.index_keys(slot)
+        return dataclasses.replace(cache, table_BM=table), *views
 
-        def write(stack, new):
-            return write_rows(stack, stripe.sequences(new), target, slot)
-
-        latent = write(cache.latent_BSC, rows_BTC)
-        if index_rows_BTK is None:
-            return GlobalCache(latent, None), Rows.of(latent, slot), None
-        keys = write(cache.index_key_BSK, index_rows_BTK)
-        return GlobalCache(latent, keys), Rows.of(latent, slot), Rows.of(keys, slot)
-
-    def _select(self, own, group, index_rows: Rows, visible_BT, tokens: Tokens) -> jax.Array:
+    def _select(
+        self, own, group, index_rows: Rows | Scaled, visible_BT, tokens: Tokens
+    ) -> jax.Array:
         """Selected rows [B, T, topk] where every device of a group holds the same rows: each
         selects for the tokens it owns, and the selections are gathered."""
         topk, shape = self.indexer.config.topk, tokens.rectangle()
@@ -179,7 +184,9 @@ class GlobalAttention(nnx.Module):
         selected = dsa.select(q, index_rows, w, cut(tokens.own_positions), topk)
         return tokens.gather(selected.reshape(*own[0].shape[:-1], topk))[0]
 
-    def _select_spread(self, group, index_rows: Rows, visible_BT, stripe: Stripe) -> jax.Array:
+    def _select_spread(
+        self, group, index_rows: Rows | Scaled, visible_BT, stripe: Stripe
+    ) -> jax.Array:
         """This device's rows among the selection of every query, [B', T, k], -1 for none."""
         q, w = self.indexer.queries(*map(stripe.sequences, group))
         topk = self.indexer.config.topk
@@ -188,7 +195,9 @@ class GlobalAttention(nnx.Module):
         kept = dsa.keep(rank, stripe.position(at), topk, length, stripe.all_reduce)
         return jnp.where(kept, at, -1)
 
-    def _indexer_aux(self, own, index_rows: Rows, q, rows: Rows, w_k, positions_BT, selected):
+    def _indexer_aux(
+        self, own, index_rows: Rows | Scaled, q, rows: Rows, w_k, positions_BT, selected
+    ):
         """What trains the indexer, on one device."""
         index_q, index_w = self.indexer.queries(*own)
         S = rows.shape[1]
@@ -197,7 +206,7 @@ class GlobalAttention(nnx.Module):
             valid &= _chosen(selected, S)
         frozen = jax.lax.stop_gradient((q, rows.whole(), w_k))
         return {
-            "index_scores": dsa.scores(index_q, index_rows.whole(), index_w),
+            "index_scores": dsa.scores(index_q, index_rows, index_w),
             "attention_probs": _attention_probs(*frozen, valid, self.scale),
             "index_valid": valid,
         }

@@ -113,9 +113,26 @@ class Scaled(NamedTuple):
     codes: Rows
     factors: Rows
 
+    @classmethod
+    def of(cls, codes: jax.Array, factors: jax.Array, layer=None, table_BM=None) -> Scaled:
+        """A view of all sequences; the factors [.., S] without the axis of width 1."""
+        return cls(Rows.of(codes, layer, table_BM), Rows.of(factors[..., None], layer, table_BM))
+
+    def sequences(self, first, batch: int) -> Scaled:
+        """The view of ``batch`` sequences from ``first`` on."""
+        return Scaled(self.codes.sequences(first, batch), self.factors.sequences(first, batch))
+
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.codes.shape
+
+    @property
+    def dtype(self):
+        return self.codes.dtype
+
+    @property
+    def ndim(self) -> int:
+        return 3
 
 
 def _int32(at) -> jax.Array:

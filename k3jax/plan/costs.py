@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from k3jax.config import Config
+from k3jax.config import Config, DSAConfig
 from k3jax.plan.memory import Step, Weight, owned_tokens, weights
 from sharding import Layout
 from sharding.resolve import Leaf, bytes_per_device, local_shape
@@ -202,14 +202,15 @@ def _attention(z: _Sizes) -> Iterator[tuple[str, float, float]]:
 
 def _indexer(z: _Sizes) -> Iterator[tuple[str, float, float]]:
     """A token and visible row: a product of width 128 for each of 32 heads, relu, weighted sum:
-    (2 * 128 + 3) * 32. Index keys are read once a sequence; a score is written and read once.
+    (2 * 128 + 3) * 32. Index keys, in the dtype the config gives them, are read once a sequence; a
+    score is written and read once.
 
     Each device scores for the tokens it owns, or all tokens on its stripe of the rows.
     """
     d = z.config.dsa
     if d is None:
         return
-    layers, key = z.layers("global"), d.head_dim * z.size
+    layers, key = z.layers("global"), index_key_bytes(d, z.size)
     yield "indexer", 0.0, layers * z.group * key  # new keys
     if d.topk >= z.step.context:
         return
@@ -218,6 +219,12 @@ def _indexer(z: _Sizes) -> Iterator[tuple[str, float, float]]:
     sequences = _striped_rows(z) if z.stripe > 1 else min(z.rows, z.owned) * z.step.context
     yield "indexer", layers * scored * (2 * d.head_dim + 3) * d.num_heads, 0.0
     yield "indexer", 0.0, layers * (sequences * key + 2 * 4 * scored)
+
+
+def index_key_bytes(index: DSAConfig, size: int) -> int:
+    """Bytes of a token's index key in the cache of a layer, for values of ``size`` bytes; in eight
+    bits a value is a byte and a key has a float32 factor."""
+    return index.head_dim + 4 if index.scaled_keys else index.head_dim * size
 
 
 def _striped_rows(z: _Sizes) -> float:
@@ -243,14 +250,14 @@ def _experts(z: _Sizes) -> Iterator[tuple[str, float, float]]:
 
 def figures(config: Config) -> dict[str, float]:
     """The numbers a model is known by; bytes. ``*_at_million`` are read for one decoded token after
-    10^6 tokens; index keys as fp8, one byte a value, as engines keep them."""
+    10^6 tokens; there index keys are fp8, one byte a value, as engines keep them."""
     m, k, d = config.mla, config.kda, config.dsa
     layers = sum(s.attention == "global" for s in config.layers)
     kda = sum(s.attention == "kda" for s in config.layers)
     state = kda * k.num_heads * k.head_dim**2
-    width = m.cache_width + (d.head_dim if d else 0)
+    row = 2 * m.cache_width + (index_key_bytes(d, 2) if d else 0)
     found = {
-        "cache_per_token": 2.0 * width * layers,
+        "cache_per_token": 1.0 * row * layers,
         "kda_state_bfloat16": 2.0 * state,
         "kda_state_float32": 4.0 * state,
         "block_vectors_per_token": 2.0 * (config.num_blocks + 1) * config.hidden_size,

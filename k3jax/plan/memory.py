@@ -38,6 +38,7 @@ CACHES = {
     "tails_3BWP": "conv tails",
     "latent_BSC": "latents",
     "index_key_BSK": "index keys",
+    "index_factor_BS": "index keys",
     "lengths_B": "conv tails",  # a few bytes
 }
 

@@ -101,6 +101,16 @@ def test_round_trip_and_knobs(source, tmp_path):
     assert Config.from_hf(changed.to_hf()) == changed
 
 
+def test_dtype_of_index_keys():
+    plain = Config.from_hf(K31)
+    assert (plain.dsa.index_key_dtype, plain.dsa.scaled_keys) == ("bfloat16", False)
+    knobs = {"index_key_dtype": "float8_e4m3fn"}
+    config = Config.from_hf(K31 | {"k3jax": knobs})
+    assert config.dsa.scaled_keys
+    assert config.to_hf()["k3jax"] == knobs
+    assert Config.from_hf(config.to_hf()) == config
+
+
 @pytest.mark.parametrize("key", ["index_topk", "topk", "index_top_k"])
 def test_topk_synonyms(key):
     values = edited(
@@ -172,6 +182,7 @@ REFUSED = [
     (K3, {f"{Q}.kv_cache_scheme": {"num_bits": 8}}, [f"{Q}.kv_cache_scheme"]),
     (K3, {"vision_config.text_hidden_size": 5}, ["vision_config.text_hidden_size", "5"]),
     (K3, {"k3jax": {"router_dtype": "int8"}}, ["k3jax.router_dtype", "int8"]),
+    (K31, {"k3jax": {"index_key_dtype": "fp8"}}, ["k3jax.index_key_dtype", '"fp8"', "float8_e4m3"]),
 ]  # fmt: skip
 
 

@@ -40,6 +40,20 @@ def test_published_figures():
     assert "index_keys_at_million" not in k3
 
 
+def test_index_keys_in_eight_bits():
+    """128 codes and a factor of 4 bytes a token and layer, in place of 256 bytes."""
+    small = replace(K31.dsa, index_key_dtype="float8_e4m3fn")
+    config = replace(K31, dsa=small)
+    assert plan.figures(config)["cache_per_token"] == (2 * 576 + 132) * 24
+    step = Step("decode", 2, 1, 2**17)
+    held, wide = totals(config, SINGLE, step), totals(K31, SINGLE, step)
+    assert wide.pop("index keys") == 2 * 2**17 * 24 * 256
+    assert held.pop("index keys") == 2 * 2**17 * 24 * 132
+    assert held == wide
+    read, read_wide = (costs.work(c, SINGLE, step)["indexer"].bytes for c in (config, K31))
+    assert read_wide - read == 2 * (2**17 + 1) * 24 * (256 - 132)
+
+
 def test_weights_of_one_device_are_the_published_checkpoint():
     held = totals(K3, SINGLE, Step("decode", 1, 1, 1))
     caches = ("KDA state", "conv tails", "latents", "block vectors", "workspace")

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops import choice, mla, target
-from k3jax.ops.dsa import xla
+from k3jax.ops.dsa import fp8, mosaic_gpu, xla
+from k3jax.ops.dsa.fp8 import agreement
 from k3jax.ops.dsa.merge import keep
 from k3jax.ops.mla import blocks, latent
-from k3jax.ops.rows import Rows
+from k3jax.ops.rows import Rows, Scaled
 
 __all__ = [
     "ATTEND_IMPLEMENTATIONS",
     "SELECT_IMPLEMENTATIONS",
+    "agreement",
     "attend",
     "candidates",
     "keep",
@@ -27,10 +29,13 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 # name -> f(q_BTHK, rows, w_BTH, positions_BT, topk) -> (rank_BTk, at_BTk), see `candidates`; k may
-# exceed topk, then the rest has rank -inf. Any order: rows are sorted afterwards.
-SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {}
+# exceed topk, then the rest has rank -inf. Any order: rows are sorted afterwards. Keys in eight
+# bits come as `Scaled`, with q in float8_e4m3fn and its factors in w (`fp8.meet`).
+SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "mosaic_gpu": mosaic_gpu.candidates,
+}
 # What "auto" tries, in this order; refusals take (q_BTHK, rows, w_BTH, topk).
-SELECT_KERNELS: dict[str, choice.Kernel] = {}
+SELECT_KERNELS = {"mosaic_gpu": choice.Kernel(target.is_hopper, mosaic_gpu.refusal)}
 
 SELECT_IMPLEMENTATIONS = ("streamed", *SELECT_KERNELS)
 ATTEND_IMPLEMENTATIONS = ("gathered", "masked", *latent.KERNELS)
@@ -42,7 +47,7 @@ MASKED_RATIO = 8
 """Rows a query may score in the masked form for each row it selected, under "auto"."""
 
 
-def scores(q_BTHK: jax.Array, k_BSK: jax.Array, w_BTH: jax.Array) -> jax.Array:
+def scores(q_BTHK: jax.Array, k_BSK: jax.Array | Rows | Scaled, w_BTH: jax.Array) -> jax.Array:
     """Indexer scores of every query against every key, in one piece (tests and short S).
 
     ``score[b,t,s] = sum_h w[b,t,h] * relu(q[b,t,h] . k[b,s])``, float32. The factors H**-0.5
@@ -51,7 +56,9 @@ def scores(q_BTHK: jax.Array, k_BSK: jax.Array, w_BTH: jax.Array) -> jax.Array:
 
     Args:
       q_BTHK: index queries, float32 or bfloat16.
-      k_BSK: index keys, one for all heads, same dtype.
+      k_BSK: index keys, one for all heads, same dtype. As `Scaled` they are codes of eight bits
+        with a factor each, and queries are rounded to such codes too (`fp8.meet`): the products
+        of codes are exact, and sums are float32.
       w_BTH: head weights, float32, scales included.
 
     Returns:
@@ -63,12 +70,12 @@ def scores(q_BTHK: jax.Array, k_BSK: jax.Array, w_BTH: jax.Array) -> jax.Array:
     Source: DeepSeek-V3.2 (lightning indexer), without its rotation and Hadamard transform.
     """
     _check_indexer(q_BTHK, k_BSK, w_BTH)
-    return xla.scores(q_BTHK, k_BSK, w_BTH)
+    return xla.block_scores(*fp8.meet(q_BTHK, k_BSK, w_BTH), 0, k_BSK.shape[1])
 
 
 def select(
     q_BTHK: jax.Array,
-    k_BSK: jax.Array | Rows,
+    k_BSK: jax.Array | Rows | Scaled,
     w_BTH: jax.Array,
     positions_BT: jax.Array,
     topk: int,
@@ -105,7 +112,7 @@ def select(
     if topk < 1:
         raise ValueError(f"dsa.select: topk must be at least 1, got {topk}")
     keys = k_BSK.shape[1]
-    inputs = (q_BTHK, Rows.of(k_BSK), w_BTH, positions_BT, topk)
+    inputs = (*fp8.meet(q_BTHK, k_BSK, w_BTH), positions_BT, topk)
     implementation = _pick(implementation, *inputs[:-1], min(topk, keys))
     if keys <= topk:
         log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
@@ -113,13 +120,13 @@ def select(
     if implementation in SELECT:
         best = SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), positions_BT, topk)
     else:
-        best = _streamed(*inputs, query_block, key_block)
+        best = streamed(*inputs, query_block, key_block)
     return xla.ascending(*best)[..., :topk]
 
 
 def candidates(
     q_BTHK: jax.Array,
-    k_BSK: jax.Array | Rows,
+    k_BSK: jax.Array | Rows | Scaled,
     w_BTH: jax.Array,
     positions_BT: jax.Array,
     topk: int,
@@ -133,14 +140,14 @@ def candidates(
       is -inf where there is none. `keep` picks among them.
     """
     _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT)
-    inputs = (q_BTHK, Rows.of(k_BSK), w_BTH, positions_BT, min(topk, k_BSK.shape[1]))
+    inputs = (*fp8.meet(q_BTHK, k_BSK, w_BTH), positions_BT, min(topk, k_BSK.shape[1]))
     implementation = _pick("auto", *inputs)
     if implementation in SELECT:
         return SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), *inputs[3:])
-    return _streamed(*inputs, None, None)
+    return streamed(*inputs)
 
 
-def _pick(implementation: str, q_BTHK, rows: Rows, w_BTH, positions_BT, topk: int) -> str:
+def _pick(implementation: str, q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT, topk: int) -> str:
     """What runs for ``implementation``, a name or "auto"; logged with the reason."""
     name, reason = choice.select(
         *("dsa.select", implementation, SELECT_IMPLEMENTATIONS, SELECT_KERNELS),
@@ -152,14 +159,15 @@ def _pick(implementation: str, q_BTHK, rows: Rows, w_BTH, positions_BT, topk: in
     return name
 
 
-def _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block, key_block):
+def streamed(q_BTHK, rows, w_BTH, positions_BT, topk, query_block=None, key_block=None):
+    """`candidates` in the portable form, best first."""
     batch, queries, heads, _ = q_BTHK.shape
-    keys, width = k_BSK.shape[1:]
+    keys, width = rows.shape[1:]
     plan = blocks.plan(
         queries,
         keys,
         pair=batch * (heads + 4) * 4,  # dot products; score, rank, position and their sort
-        per_key=batch * width * k_BSK.dtype.itemsize,
+        per_key=batch * width * max(rows.dtype.itemsize, 2),  # codes become bfloat16
         per_query=batch * topk * 4 * 4,
         key_floor=2 * topk,  # shorter blocks would mostly sort the running list again
     )
@@ -168,9 +176,9 @@ def _streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, query_block, key_block):
         "dsa.select: streamed; %d x %d keys in blocks of %d x %d, topk %d",
         *(queries, keys, query_block, key_block, topk),
     )
-    q_BTHK, k_BSK, w_BTH = jax.lax.stop_gradient((q_BTHK, k_BSK, w_BTH))
+    q_BTHK, rows, w_BTH = jax.lax.stop_gradient((q_BTHK, rows, w_BTH))
     return xla.streamed(
-        *(q_BTHK, k_BSK, w_BTH, positions_BT, topk), query_block=query_block, key_block=key_block
+        *(q_BTHK, rows, w_BTH, positions_BT, topk), query_block=query_block, key_block=key_block
     )
 
 
@@ -254,7 +262,16 @@ def attend(
 
 
 def _check_indexer(q_BTHK, k_BSK, w_BTH, positions_BT=None) -> None:
-    if q_BTHK.dtype != k_BSK.dtype or q_BTHK.dtype not in (jnp.float32, jnp.bfloat16):
+    if isinstance(k_BSK, Scaled):
+        kinds, factors = (k_BSK.dtype, k_BSK.factors.dtype), k_BSK.factors.shape
+        if kinds != (jnp.float8_e4m3fn, jnp.float32) or factors != (*k_BSK.shape[:2], 1):
+            raise ValueError(
+                f"dsa: scaled keys must be float8_e4m3fn with float32 [B, S, 1], got {kinds[0]} "
+                f"{k_BSK.shape} with {kinds[1]} {factors}"
+            )
+        if q_BTHK.dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"dsa: q must be float32 or bfloat16, got {q_BTHK.dtype}")
+    elif q_BTHK.dtype != k_BSK.dtype or q_BTHK.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
             f"dsa: q and k must share float32 or bfloat16, got {q_BTHK.dtype}, {k_BSK.dtype}"
         )

@@ -7,18 +7,29 @@ import jax.numpy as jnp
 
 from k3jax.ops.mla import blocks
 from k3jax.ops.mla import xla as dense
-from k3jax.ops.rows import Rows
+from k3jax.ops.rows import Rows, Scaled
 
 ABSENT = jnp.iinfo(jnp.int32).max  # sorts after every position
 
 
-def scores(q_BTHK, k_BSK, w_BTH):
+def scores(q_BTHK, k_BSK, w_BTH, factor_BS1=None):
     """The indexer's scores for every query and key, float32 [B, T, S]."""
+    if factor_BS1 is not None:  # codes are bfloat16 numbers, and their products exact in float32
+        q_BTHK, k_BSK = q_BTHK.astype(jnp.bfloat16), k_BSK.astype(jnp.bfloat16)
     dot_BTHS = blocks.einsum("bthk,bsk->bths", q_BTHK, k_BSK)
     # A ReLU that keeps NaN. XLA:CPU turns relu(NaN) into 0 once maximum is fused (its fast
     # minimum and maximum), and a NaN key would rank above every negative score.
     relu_BTHS = jnp.where(dot_BTHS <= 0, 0.0, dot_BTHS)
-    return (relu_BTHS * w_BTH[..., None]).sum(2)
+    score_BTS = (relu_BTHS * w_BTH[..., None]).sum(2)
+    return score_BTS if factor_BS1 is None else score_BTS * factor_BS1[:, None, :, 0]
+
+
+def block_scores(q_BTHK, rows: Rows | Scaled, w_BTH, start, size: int):
+    """`scores` of the ``size`` keys from ``start`` on."""
+    if isinstance(rows, Scaled):
+        factor_BS1 = rows.factors.block(start, size)
+        return scores(q_BTHK, rows.codes.block(start, size), w_BTH, factor_BS1)
+    return scores(q_BTHK, rows.block(start, size), w_BTH)
 
 
 def ranked(score_BTS, legal_BTS):
@@ -35,7 +46,7 @@ def ranked(score_BTS, legal_BTS):
     return jnp.where(legal_BTS, score_BTS, -jnp.inf)
 
 
-def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, *, query_block, key_block):
+def streamed(q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT, topk, *, query_block, key_block):
     """Exact causal top-k that holds scores of one query block and one key block at a time.
 
     A running list of the best ``topk``, ordered by (score down, position up), is merged with each
@@ -45,7 +56,6 @@ def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, *, query_block, key_block
     Returns:
       (rank_BTk, at_BTk) in that order; rank is ``ranked`` of the score, -inf for none.
     """
-    rows = Rows.of(k_BSK)
     keys = rows.shape[1]
 
     def one_block(q_BTHK, w_BTH, positions_BT):
@@ -53,10 +63,9 @@ def streamed(q_BTHK, k_BSK, w_BTH, positions_BT, topk, *, query_block, key_block
         best = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32))
 
         def step(best, start, fresh_S):
-            k_BsK = rows.block(start, key_block)
             at_S = start + jnp.arange(key_block, dtype=jnp.int32)
             legal_BTS = (at_S <= positions_BT[..., None]) & fresh_S
-            rank_BTS = ranked(scores(q_BTHK, k_BsK, w_BTH), legal_BTS)
+            rank_BTS = ranked(block_scores(q_BTHK, rows, w_BTH, start, key_block), legal_BTS)
             at_BTS = jnp.broadcast_to(at_S, rank_BTS.shape)
             rank = jnp.concatenate([best[0], rank_BTS], -1)
             at = jnp.concatenate([best[1], at_BTS], -1)

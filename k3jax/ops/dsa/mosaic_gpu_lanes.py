@@ -1,0 +1,320 @@
+"""What the selection kernels do thread by thread, which arrays in registers cannot say.
+
+Each function has two bodies: one in MLIR, and one on arrays for interpret mode on a CPU. `arguments`
+are references or arrays and scalars, as `plgpu.inline_mgpu` takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from k3jax.ops.dsa import xla
+from k3jax.ops.mosaic_gpu import COLUMNS, WGMMA
+
+HEADS = 32
+WARPGROUP = 128  # threads
+LOWEST = float(jnp.finfo(jnp.float32).min)  # rank of NaN; see `xla.ranked`
+ABOVE = float(jnp.nextafter(jnp.float32(LOWEST), jnp.float32(0)))
+_f32, _i32 = jnp.float32, jnp.int32
+_REF, _SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+
+
+class _Lane:
+    """Scalars of one thread. Imported late: MLIR is there only where GPU kernels are lowered."""
+
+    def __init__(self):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, math, memref, vector
+
+        self.utils, self.ir, self.arith = utils, ir, arith
+        self.memref, self.vector, self.fma = memref, vector, math.fma
+        self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        self.thread = arith.remui(utils.thread_idx(), self.int(WARPGROUP))
+
+    def int(self, value: int):
+        return self.utils.c(value, self.i32)
+
+    def float(self, value: float):
+        return self.utils.c(value, self.f32)
+
+    def scalar(self, array):
+        """The value of an array of layout WG_SPLAT."""
+        return array.registers.reshape(-1)[0]
+
+    def at(self, indices):
+        index = self.ir.IndexType.get()
+        numbers = [self.int(i) if isinstance(i, int) else i for i in indices]
+        return [self.arith.index_cast(index, i) for i in numbers]
+
+    def load(self, ref, *indices):
+        return self.memref.load(ref, self.at(indices))
+
+    def store(self, value, ref, *indices):
+        self.memref.store(value, ref, self.at(indices))
+
+    def add(self, *values):
+        values = [self.int(v) if isinstance(v, int) else v for v in values]
+        return functools.reduce(self.arith.addi, values)
+
+    def times(self, a, b):
+        return self.arith.muli(a, self.int(b) if isinstance(b, int) else b)
+
+    def over(self, a, b: int):
+        """(quotient, remainder) of a number that is not negative."""
+        return self.arith.divui(a, self.int(b)), self.arith.remui(a, self.int(b))
+
+    def less(self, a, b):
+        b = self.int(b) if isinstance(b, int) else b
+        return self.arith.cmpi(self.arith.CmpIPredicate.slt, a, b)
+
+    def elements(self, register):
+        """The scalars of a register that holds a vector."""
+        return [
+            self.vector.extract(register, dynamic_position=[], static_position=[i])
+            for i in range(self.ir.VectorType(register.type).shape[0])
+        ]
+
+    def bit(self, value, n: int):
+        """Whether bit n is set."""
+        masked = self.arith.andi(value, self.int(1 << n))
+        return self.arith.cmpi(self.arith.CmpIPredicate.ne, masked, self.int(0))
+
+    def next_free(self, ref, *indices):
+        """The number in shared memory, which grows by one; no two threads get the same."""
+        return self.memref.atomic_rmw(
+            self.arith.AtomicRMWKind.addi, self.int(1), ref, self.at(indices)
+        )
+
+
+def prepare(rank_g, count_s, batch, first, segment, warpgroup, *, queries, capacity, interpret):
+    """Free places have rank -inf; nothing is counted yet."""
+    if interpret:
+        empty = jnp.full((queries, capacity), -jnp.inf, _f32)
+        for x in range(queries):
+            rank_g[batch, first + x, segment] = empty[x]
+            count_s[warpgroup, x] = jnp.int32(0)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_REF, _REF, *[_SCALAR] * 4))
+    def body(_, rank_g, count_s, *scalars):
+        lane = _Lane()
+        batch, first, segment, warpgroup = map(lane.scalar, scalars)
+        for x in range(queries):
+            for begin in range(0, capacity, WARPGROUP):
+                place = lane.add(lane.thread, begin)
+                inside = lane.less(place, capacity)
+                with lane.utils.when(inside):
+                    where = (batch, lane.add(first, x), segment, place)
+                    lane.store(lane.float(float("-inf")), rank_g, *where)
+        with lane.utils.when(lane.less(lane.thread, queries)):
+            lane.store(lane.int(0), count_s, warpgroup, lane.thread)
+
+    body(rank_g, count_s, batch, first, segment, warpgroup)
+
+
+def keep(
+    dots_MN, weights_N, factor_s, limits_s, floors_s, rank_g, at_g, count_s, batch, first, segment,
+    warpgroup, start, *, queries, capacity, length, everything, interpret,
+):  # fmt: skip
+    """Heads are summed, and what is at or above its query's floor goes to the segment.
+
+    Args:
+      dots_MN: [64 keys, 32 queries], float32, WGMMA.
+      weights_N: of heads, COLUMNS.
+      factor_s: float32 [64] of the keys, or None.
+      limits_s, floors_s: [queries] last position (int32) and least rank (float32).
+      start: position of the first key.
+      everything: every rank goes to ``rank_g[batch, query, position]`` instead.
+    """
+    if interpret:
+        return _keep_interpreted(
+            dots_MN, weights_N, factor_s, limits_s, floors_s, rank_g, at_g, count_s, batch, first,
+            segment, warpgroup, start, queries=queries, capacity=capacity, length=length,
+            everything=everything,
+        )  # fmt: skip
+    refs = [limits_s, floors_s, rank_g, at_g, count_s]
+    if factor_s is not None:
+        refs.append(factor_s)
+    scalars = [batch, first, segment, warpgroup, start]
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, COLUMNS, *[_REF] * len(refs), *[_SCALAR] * 5))
+    def body(_, dots, weights, *arguments):
+        lane = _Lane()
+        arith = lane.arith
+        limits_s, floors_s, rank_g, at_g, count_s, *factor = arguments[: len(refs)]
+        batch, first, segment, warpgroup, start = map(lane.scalar, arguments[len(refs) :])
+        pairs = dots.registers.reshape(-1, 2)  # [column / 8, row half], two columns each
+        weights = weights.registers.reshape(-1)
+        zero = lane.float(0.0)
+        per_query = HEADS // 8
+
+        def total(query, half):
+            terms = []
+            for tile in range(query * per_query, (query + 1) * per_query):
+                for dot, weight in zip(
+                    lane.elements(pairs[tile, half]), lane.elements(weights[tile]), strict=True
+                ):
+                    # maximumf keeps NaN, which must not become the score of a ReLU's zero.
+                    terms.append((arith.maximumf(dot, zero), weight))
+            value = arith.mulf(*terms[0])
+            for relu, weight in terms[1:]:
+                value = lane.fma(relu, weight, value)
+            return value
+
+        sums = [[total(query, half) for half in range(2)] for query in range(queries)]
+        # Four threads hold a row's columns. Each step halves the queries that a thread sums.
+        mine = lane.int(0)  # the first of this thread's queries
+        for n in (1, 0):
+            upper, half = lane.bit(lane.thread, n), len(sums) // 2
+            if half == 0:
+                sums = [
+                    [arith.addf(x, lane.utils.shfl_bfly(x, 1 << n)) for x in row] for row in sums
+                ]
+                continue
+            pick = lambda a, b: arith.select(upper, a, b)  # noqa: B023, E731
+            sums = [
+                [
+                    arith.addf(pick(b, a), lane.utils.shfl_bfly(pick(a, b), 1 << n))
+                    for a, b in zip(low, high, strict=True)
+                ]
+                for low, high in zip(sums[:half], sums[half:], strict=True)
+            ]
+            mine = arith.select(upper, lane.add(mine, half), mine)
+        # Fewer than four queries: threads with the same sums, of which the first one keeps them.
+        copies = max(1, 4 // queries)
+        owner = lane.over(lane.thread, copies)[1] if copies > 1 else lane.int(0)
+        owner = arith.cmpi(arith.CmpIPredicate.eq, owner, lane.int(0))
+        warp, inner = lane.over(lane.thread, 32)
+        row = lane.add(lane.times(warp, 16), lane.over(inner, 4)[0])
+        found, any_found = [], None
+        for half in range(2):
+            place = lane.add(row, 8 * half)
+            position = lane.add(start, place)
+            for x, values in enumerate(sums):
+                query = lane.add(mine, x)
+                score = values[half]
+                if factor:
+                    score = arith.mulf(score, lane.load(factor[0], place))
+                nan = arith.cmpf(arith.CmpFPredicate.UNO, score, score)
+                score = arith.maxnumf(arith.addf(score, zero), lane.float(ABOVE))
+                rank = arith.select(nan, lane.float(LOWEST), score)
+                limit = lane.load(limits_s, warpgroup, query)
+                early = arith.cmpi(arith.CmpIPredicate.sle, position, limit)
+                if everything:
+                    rank = arith.select(early, rank, lane.float(float("-inf")))
+                    chosen = arith.andi(owner, lane.less(position, length))
+                else:
+                    floor = lane.load(floors_s, warpgroup, query)
+                    above = arith.cmpf(arith.CmpFPredicate.OGE, rank, floor)
+                    chosen = arith.andi(owner, arith.andi(above, early))
+                found.append((chosen, rank, query, position))
+                any_found = chosen if any_found is None else arith.ori(any_found, chosen)
+        with lane.utils.when(any_found):
+            for chosen, rank, query, position in found:
+                with lane.utils.when(chosen):
+                    at = lane.add(first, query)
+                    if everything:
+                        lane.store(rank, rank_g, batch, at, position)
+                        continue
+                    place = lane.next_free(count_s, warpgroup, query)
+                    with lane.utils.when(lane.less(place, capacity)):
+                        lane.store(rank, rank_g, batch, at, segment, place)
+                        lane.store(position, at_g, batch, at, segment, place)
+
+    body(dots_MN, weights_N, *refs, *scalars)
+
+
+def _keep_interpreted(
+    dots_MN, weights_N, factor_s, limits_s, floors_s, rank_g, at_g, count_s, batch, first, segment,
+    warpgroup, start, *, queries, capacity, length, everything,
+):  # fmt: skip
+    terms = jnp.where(dots_MN <= 0, 0.0, dots_MN) * weights_N
+    score_MT = terms.reshape(-1, queries, HEADS).sum(-1)
+    if factor_s is not None:
+        score_MT = score_MT * factor_s[...][:, None]
+    rank_MT = xla.ranked(score_MT, True)
+    at_M = start + jnp.arange(rank_MT.shape[0], dtype=_i32)
+    for x in range(queries):
+        rank_M = rank_MT[:, x]
+        if everything:
+            row = rank_g[batch, first + x]
+            rank_M = jnp.where(at_M <= limits_s[warpgroup, x], rank_M, -jnp.inf)
+            rank_g[batch, first + x] = row.at[at_M].set(rank_M, mode="drop")
+            continue
+        chosen = (rank_M >= floors_s[warpgroup, x]) & (at_M <= limits_s[warpgroup, x])
+        count = count_s[warpgroup, x]
+        place = jnp.where(chosen, count + jnp.cumsum(chosen) - 1, capacity)
+        for ref, values in ((rank_g, rank_M), (at_g, at_M)):
+            row = ref[batch, first + x, segment]
+            ref[batch, first + x, segment] = row.at[place].set(values, mode="drop")
+        count_s[warpgroup, x] = count + chosen.sum(dtype=_i32)
+
+
+def compact(keys_C, least, last, at_g, rank_g, kept_g, count_s, row, *, interpret):
+    """Chosen candidates to the next free places, in any order.
+
+    Args:
+      keys_C: int32 `ordered` ranks, WG_STRIDED with vectors.
+      least, last: candidates above ``least`` are chosen, and of those equal to it the ones whose
+        position is at most ``last``.
+      at_g: positions [R, C]; rank_g, kept_g: chosen ranks and positions, [R, k].
+      row: of these three.
+    """
+    if interpret:
+        at_C = at_g[row]
+        chosen = (keys_C > least) | ((keys_C == least) & (at_C <= last))
+        place = jnp.where(chosen, jnp.cumsum(chosen) - 1, rank_g.shape[-1])
+        for ref, values in ((rank_g, unordered(keys_C)), (kept_g, at_C)):
+            ref[row] = ref[row].at[place].set(values, mode="drop")
+        return
+    layout = strided(keys_C.shape[0])
+    refs = (at_g, rank_g, kept_g, count_s)
+
+    @plgpu.inline_mgpu(arg_types=(layout, *[_REF] * 4, *[_SCALAR] * 3))
+    def body(_, keys, at_g, rank_g, kept_g, count_s, *scalars):
+        lane = _Lane()
+        arith = lane.arith
+        least, last, row = map(lane.scalar, scalars)
+        for n, register in enumerate(keys.registers.reshape(-1)):
+            for x, key in enumerate(lane.elements(register)):
+                likely = arith.cmpi(arith.CmpIPredicate.sge, key, least)
+                with lane.utils.when(likely):
+                    place = lane.add(lane.times(lane.thread, VECTOR), VECTOR * WARPGROUP * n + x)
+                    at = lane.load(at_g, row, place)
+                    above = arith.cmpi(arith.CmpIPredicate.sgt, key, least)
+                    early = arith.cmpi(arith.CmpIPredicate.sle, at, last)
+                    with lane.utils.when(arith.ori(above, early)):
+                        free = lane.next_free(count_s, 0)
+                        flipped = arith.andi(
+                            arith.shrsi(key, lane.int(31)), lane.int(0x7FFFFFFF)
+                        )
+                        rank = arith.bitcast(lane.f32, arith.xori(key, flipped))
+                        lane.store(rank, rank_g, row, free)
+                        lane.store(at, kept_g, row, free)
+
+    body(keys_C, *refs, least, last, row)
+
+
+VECTOR = 4
+
+
+def strided(size: int):
+    """The layout of a vector over a warpgroup, four neighbours a thread."""
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=VECTOR)
+
+
+def ordered(rank):
+    """float32 -> int32 in the same order."""
+    bits = lax.bitcast_convert_type(rank, _i32)
+    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+
+
+def unordered(key):
+    """The inverse of `ordered`."""
+    bits = key ^ (lax.shift_right_arithmetic(key, 31) & 0x7FFFFFFF)
+    return lax.bitcast_convert_type(bits, _f32)
