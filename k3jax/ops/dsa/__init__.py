@@ -12,16 +12,19 @@ from k3jax.ops import choice, mla, target
 from k3jax.ops.dsa import fp8, mosaic_gpu, xla
 from k3jax.ops.dsa.fp8 import agreement
 from k3jax.ops.dsa.merge import keep
+from k3jax.ops.dsa.missing_mass import MissingMass, missing_mass
 from k3jax.ops.mla import blocks, latent
 from k3jax.ops.rows import Rows, Scaled
 
 __all__ = [
     "ATTEND_IMPLEMENTATIONS",
     "SELECT_IMPLEMENTATIONS",
+    "MissingMass",
     "agreement",
     "attend",
     "candidates",
     "keep",
+    "missing_mass",
     "scores",
     "select",
 ]
