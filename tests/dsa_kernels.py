@@ -1,6 +1,8 @@
 """The implementations of DSA's selection and of latent attention under test, and their sizes."""
 
 import contextlib
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -64,10 +66,35 @@ class Implementation:
                 )
             yield
 
+    @contextlib.contextmanager
+    def counted(self):
+        """`running`, with a list that grows by each call that is traced."""
+        calls = []
+        with self.running():
+            inner = self.TABLES[0][self.name]
+
+            def entry(*arguments, **options):
+                calls.append(self.name)
+                return inner(*arguments, **options)
+
+            with mock.patch.dict(self.TABLES[0], {self.name: entry}):
+                yield calls
+
     def filled(self, rows_BSC):
         """Rows of NaN behind the others, up to a whole number of tiles."""
         widths = [(0, 0), (0, -rows_BSC.shape[1] % self.tile), (0, 0)]
         return jnp.pad(rows_BSC, widths, constant_values=jnp.asarray(jnp.nan, rows_BSC.dtype))
+
+    def embedded(self):
+        """This kernel for any smaller sizes too, which zeros embed in its own, exactly; what "auto"
+        takes on a device that has nothing else."""
+
+        def entry(**sizes):
+            kernel = self.TABLES[0][self.name] if self.entry is None else self.entry(**sizes)
+            return functools.partial(self.embed, kernel)
+
+        name = f"{self.name}-embedded"
+        return dataclasses.replace(self, name=name, device="embedded", entry=entry)
 
     def options(self, sizes) -> dict[str, int]:
         """Block sizes as options of the public function."""
@@ -87,6 +114,11 @@ class Selection(Implementation):
 
     TABLES = dsa.SELECT, dsa.SELECT_KERNELS, [(dsa, "SELECT_IMPLEMENTATIONS")]
 
+    def embed(self, kernel, q_BTHK, rows, w_BTH, positions_BT, topk):
+        q_BTHK = widened(q_BTHK, {2: self.heads, 3: self.width})
+        k_BSK = self.filled(widened(rows.whole(), {2: self.width}))
+        return kernel(q_BTHK, Rows.of(k_BSK), widened(w_BTH, {2: self.heads}), positions_BT, topk)
+
     def rows(self, k_BSK) -> Rows | Scaled:
         """Cache rows of these keys, rounded to ``dtype``; float8 ones have a factor each."""
         k_BSK = self.filled(jnp.asarray(k_BSK, jnp.float32))
@@ -96,6 +128,14 @@ class Selection(Implementation):
         factors = np.abs(k_BSK).max(-1, keepdims=True)
         factors = np.where(factors == 0, np.float32(1), factors)
         return Scaled(Rows.of(jnp.asarray(k_BSK / factors, FLOAT8)), Rows.of(jnp.asarray(factors)))
+
+
+def widened(x, sizes: Mapping[int, int]):
+    """Zeros behind, up to these sizes of axes."""
+    widths = [(0, 0)] * x.ndim
+    for axis, size in sizes.items():
+        widths[axis] = 0, size - x.shape[axis]
+    return jnp.pad(x, widths)
 
 
 def wide(x) -> np.ndarray:
@@ -128,6 +168,23 @@ class Latent(Implementation):
 
     NOPE, VALUE = 8, 6
     TABLES = LATENT, KERNELS, [(mla, "IMPLEMENTATIONS"), (dsa, "ATTEND_IMPLEMENTATIONS")]
+
+    def embed(self, kernel, q_BTHC, rows, where, *, scale, width):
+        heads = q_BTHC.shape[2]
+        split = lambda x: (x[..., :width], x[..., width:])  # noqa: E731
+
+        def wider(x):
+            latent, rope = split(x)
+            parts = widened(latent, {-1: self.latent}), widened(rope, {-1: self.rope})
+            return jnp.concatenate(parts, -1)
+
+        q_BTHC, rows_BSC = widened(wider(q_BTHC), {2: self.heads}), wider(rows.whole())
+        if where[0] == "indices":  # a row that fills a tile is no row of the cache
+            where = where[0], jnp.where(where[1] < rows.shape[1], where[1], -1)
+        o_BTHW, lse_BTH = kernel(
+            q_BTHC, Rows.of(self.filled(rows_BSC)), where, scale=scale, width=self.latent
+        )
+        return o_BTHW[:, :, :heads, :width], lse_BTH[:, :, :heads]
 
     @property
     def scale(self) -> float:
@@ -233,7 +290,9 @@ SELECTIONS = {
     ),
     "streamed-bfloat16": Selection("streamed", jnp.bfloat16, heads=32, width=128),
     "streamed-float8": Selection("streamed", FLOAT8),
-    "stand-in": Selection("plain", device="plain", entry=plain_selection),
+    "stand-in": Selection(
+        "plain", device="plain", entry=plain_selection, heads=8, width=128
+    ),
     "stand-in-float8": Selection("plain", FLOAT8, device="plain", entry=plain_selection),
 }  # fmt: skip
 # Measured: 7.5e-7 against float64, 5.1e-7 between block sizes, 1.6e-7 between batches; in bfloat16
@@ -252,6 +311,9 @@ LATENTS = {
         )
         for dense, sparse in FORMS.items()
     },
-    "stand-in": Latent("plain", device="plain", entry=plain_latent),
+    "stand-in": Latent("plain", device="plain", entry=plain_latent, heads=16, latent=128, rope=64),
     "stand-in-bfloat16": Latent("plain", device="plain", entry=plain_latent, **BF16),
 }
+
+# The kernels of a device, run through whole models (tests/oracle, with sizes of their own).
+KERNELS_OF = {"stand-in": (SELECTIONS["stand-in"], LATENTS["stand-in"])}
