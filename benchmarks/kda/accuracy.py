@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.timing import reason
 from benchmarks.kda import ours
 from benchmarks.kda.cases import EPS, LOWER_BOUND, Case
 from benchmarks.kda.peers import CHUNK, FLASHKDA, Peers
-from benchmarks.kda.timing import reason
 from k3jax.ops.kda import reference
 from k3jax.ops.short_conv import reference as conv_reference
 
@@ -116,3 +116,20 @@ def _peers(case: Case, workload, want, peers: Peers, triton: bool) -> dict[str, 
         except Exception as problem:
             found[name] = {"failed": reason(problem)}
     return found
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """One line a row: relative L2 errors of output and state."""
+    lines = []
+    for row in rows:
+        ours = {row["implementation"]: row} | row["peers"]
+        parts = [
+            f"{name} FAILED: {e['failed']}"
+            if "failed" in e
+            else f"{name} o {e['o']:.2e} state {e['state']:.2e}"
+            for name, e in ours.items()
+        ]
+        if "at_most_flashkda" in row:
+            parts.append(f"at most FlashKDA's: {'yes' if row['at_most_flashkda'] else 'NO'}")
+        lines.append(f"{row['case']}: " + "; ".join(parts))
+    return "\n".join(lines)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from k3jax.errors import InputError
 
 LOWER_BOUND = -5.0
 EPS = 1e-5
@@ -177,21 +173,3 @@ TOYS = tuple(
         Case("layer", 2, quick=True),
     )
 )
-
-
-def choose(pattern: str | None, quick: bool, small: bool) -> Sequence[Case]:
-    """The cases whose name matches; those of a quick run if that is asked for.
-
-    Raises:
-      InputError: a pattern that is no regular expression or matches nothing.
-    """
-    cases = [case for case in (TOYS if small else CASES) if case.quick or not quick]
-    if pattern is None:
-        return cases
-    try:
-        found = [case for case in cases if re.search(pattern, case.name)]
-    except re.error as error:
-        raise InputError(f"--rows {pattern}: not a regular expression: {error}") from None
-    if not found:
-        raise InputError(f"--rows {pattern}: none of {'; '.join(case.name for case in cases)}")
-    return found

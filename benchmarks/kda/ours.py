@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from benchmarks.harness.programs import Program, Said, chain
 from benchmarks.kda.cases import EPS, LOWER_BOUND, Case, rotation
 from k3jax.cache.state import KDACache
 from k3jax.config import Config
@@ -146,62 +143,6 @@ def _layer_step(graph, shared, x, carried):
     return y, (cache.state_BHVK, cache.tails_3BWP)
 
 
-def chain(step: Callable, calls: int) -> Callable:
-    """``calls`` steps one after the other, over states in turn.
-
-    The inputs of a step pass a barrier together with the output before them. Otherwise XLA would
-    merge steps into one kernel, or compute once what two have in common.
-    """
-    step = jax.jit(step)
-
-    def program(shared, inputs, states):
-        states, outputs = list(states), []
-        for i in range(calls):
-            x, at = inputs[i % len(inputs)], i % len(states)
-            if outputs:
-                x, outputs[-1] = lax.optimization_barrier((x, outputs[-1]))
-            o, states[at] = step(shared, x, states[at])
-            outputs.append(o)
-        return outputs, states
-
-    return program
-
-
-@jax.jit
-def _all_finite(x):
-    return jnp.isfinite(x).all()  # in one pass: x may be 26 GB
-
-
-class Program:
-    """A side of ours: a compiled program and its arguments. Its states are donated and come back
-    in place."""
-
-    def __init__(self, name: str, compiled, arguments: Sequence[Any], calls: int):
-        self.name, self.calls = name, calls
-        self.error: str | None = None
-        self.compiled, self.arguments = compiled, list(arguments)
-        self.out: Any = None
-
-    def launch(self) -> None:
-        self.out = None  # at a million tokens there is room for one output
-        self.out, self.arguments[2] = self.compiled(*self.arguments)
-
-    direct = launch
-
-    def wait(self) -> None:
-        jax.block_until_ready((self.out, self.arguments[2]))
-
-    def finite(self) -> bool:
-        leaves = jax.tree.leaves((self.out, self.arguments[2]))
-        return all(bool(_all_finite(x)) for x in leaves)
-
-    @property
-    def temporaries(self) -> int:
-        """Bytes of scratch memory; a decode step in place has less than a state."""
-        found = self.compiled.memory_analysis()
-        return -1 if found is None else found.temp_size_in_bytes
-
-
 class Workload:
     """The arrays of a case, made once for all sides.
 
@@ -263,31 +204,10 @@ class Workload:
             program = chain(partial(decode_step, implementation), self.calls)
         else:
             program = chain(partial(_layer_step, self.graph), self.calls)
-        with _Said() as said:
+        with Said("k3jax.ops.kda") as said:
             lowered = jax.jit(program, donate_argnums=2).lower(*self.shapes())
         return lowered.compile(), said.first
 
     def program(self, implementation: str, compiled) -> Program:
         arguments = (self.shared, self.inputs, self.states())
         return Program(implementation, compiled, arguments, self.calls)
-
-
-class _Said(logging.Handler):
-    """The first choice that the ops logged in this thread: the outer op speaks before the inner."""
-
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.first, self.thread = "", threading.get_ident()
-        self.logger = logging.getLogger("k3jax.ops.kda")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.thread == self.thread:
-            self.first = self.first or record.getMessage()
-
-    def __enter__(self):
-        self.logger.setLevel(logging.DEBUG)
-        self.logger.addHandler(self)
-        return self
-
-    def __exit__(self, *error):
-        self.logger.removeHandler(self)

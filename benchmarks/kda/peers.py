@@ -1,8 +1,6 @@
 """What others run for the same work on the same GPU: FLA's Triton kernels and FlashKDA.
 
-The peers' folder holds `whl/` with the wheels of FLA and an archive with FlashKDA's library. They
-are unpacked into a temporary folder and imported from there; nothing is installed. Torch is
-imported here only, once a folder is given, and reads the very arrays that ours reads.
+The peers' folder holds `whl/` with the wheels of FLA and an archive with FlashKDA's library.
 
     python -m benchmarks.kda.peers FOLDER SHARD SHARDS    # compiles a part of FLA's variants
 """
@@ -10,22 +8,17 @@ imported here only, once a folder is given, and reads the very arrays that ours 
 from __future__ import annotations
 
 import contextlib
-import glob
-import hashlib
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-import zipfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.harness import peers as base
+from benchmarks.harness.peers import TorchSide
+from benchmarks.harness.timing import reason
 from benchmarks.kda.cases import LOWER_BOUND, Case
-from benchmarks.kda.timing import reason
-from k3jax.errors import InputError
 
 LIBRARY = "_flashkda_C.abi3.so"
 GRAPH_TOKENS = 16_384  # longer prefills outlast what the host needs to launch them
@@ -34,38 +27,18 @@ FLASHKDA, CHUNK = "FlashKDA", "FLA chunk"
 
 
 def unpack(folder: str) -> Path:
-    """Where the peers of ``folder`` lie ready for import; unpacks them unless that was done.
+    """Where FLA and FlashKDA of ``folder`` lie ready for import.
 
     Raises:
       InputError: a folder without them.
     """
-    root = Path(folder)
-    places = [place for place in (root / "whl", root) if list(place.glob("*.whl"))]
-    if not places:
-        raise InputError(f"--peers {folder}: no wheels in it or in its whl/")
-    wheels = sorted(places[0].glob("*.whl"))
-    archives = sorted(places[0].glob("peers_*.tar.xz"))
-    key = hashlib.sha256("".join(f"{p.name}{p.stat().st_size}" for p in wheels + archives).encode())
-    site = Path(tempfile.gettempdir()) / f"k3jax-peers-{key.hexdigest()[:12]}"
-    if not (site / "complete").exists():
-        site.mkdir(parents=True, exist_ok=True)
-        for wheel in wheels:  # of pure Python: what pip would do is to unpack them
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(site)
-        for path in archives:
-            with tarfile.open(path) as archive:
-                if LIBRARY in archive.getnames():
-                    archive.extract(LIBRARY, site, filter="data")
-        (site / "complete").touch()
-    return site
+    return base.unpack(folder, (LIBRARY,))
 
 
 def _import_from(site: Path) -> None:
     os.environ.setdefault("FLA_TILELANG", "0")
     os.environ.setdefault("FLA_FLASH_KDA", "0")  # the rows named FLA are FLA's own kernels
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if str(site) not in sys.path:
-        sys.path.insert(0, str(site))
+    base.import_from(site)
 
 
 def warm(site: Path, seconds: float, shards: int = SHARDS) -> str:
@@ -126,73 +99,17 @@ def _shard(site: Path, shard: int, shards: int) -> None:
     torch.cuda.synchronize()
 
 
-class TorchSide:
-    """A side of a peer: functions that queue one call each, replayed as one CUDA graph if asked.
-
-    ``results`` are the tensors that the last call wrote, where they can be compared with ours.
-    """
-
-    def __init__(self, name: str, torch, functions: Sequence[Callable[[], Any]], graph: bool):
-        self.name, self.calls, self.note = name, len(functions), ""
-        self.error: str | None = None
-        self.torch, self.functions, self.graph, self.wanted = torch, functions, None, graph
-        self.results: tuple[Any, ...] = ()
-
-    def _capture(self) -> None:
-        """Once the kernels are compiled and chosen: a graph, or a note why there is none."""
-        self.wanted = False
-        torch = self.torch
-        self.direct()
-        self.wait()
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.direct()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with (
-                torch.inference_mode(),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
-                for function in self.functions:
-                    function()
-            self.graph = graph
-        except Exception as error:
-            self.note = f"{self.name} without a graph: {reason(error)}"
-            self.wait()
-
-    def launch(self) -> None:
-        if self.wanted:
-            self._capture()
-        if self.graph is None:
-            self.direct()
-        else:
-            self.graph.replay()
-
-    def direct(self) -> None:
-        with self.torch.inference_mode():
-            for function in self.functions:
-                function()
-
-    def wait(self) -> None:
-        self.torch.cuda.synchronize()
-
-
-class Peers:
+class Peers(base.Peers):
     """FLA and FlashKDA, loaded. What does not load is absent from the rows, and `notes` says why.
 
     Inputs are dictionaries of torch tensors with the names that `benchmarks.kda.ours.tokens` uses;
     packed sequences have ``bounds``, their cumulative lengths.
     """
 
-    device = "cuda"
-
     def __init__(self, site: Path):
         _import_from(site)
-        import torch  # pyright: ignore[reportMissingImports]
-
-        self.torch, self.site, self.notes = torch, site, []
+        super().__init__(site)
+        torch = self.torch
         self.flash_error = self.fla_error = None
         try:
             torch.ops.load_library(str(site / LIBRARY))
@@ -209,15 +126,6 @@ class Peers:
         except Exception as error:
             self.fla_error = reason(error)
             self.notes.append(f"FLA is not there: {self.fla_error}")
-
-    def tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Torch's view of JAX arrays: the same memory."""
-        return {
-            name: tuple(map(self.torch.from_dlpack, x))
-            if isinstance(x, tuple)
-            else self.torch.from_dlpack(x)
-            for name, x in arrays.items()
-        }
 
     def flash(self, x, out=None, workspace=None, final=None):
         """(o_BTHV, state_BHVK) by FlashKDA; the three buffers are made if not given."""
@@ -332,16 +240,6 @@ class Peers:
 
         names = {"FLA recurrent [V,K]": True, "FLA recurrent [K,V]": False}
         return [TorchSide(name, torch, calls(v), True) for name, v in names.items()]
-
-    def free(self) -> None:
-        self.torch.cuda.empty_cache()
-
-    def versions(self) -> dict[str, str]:
-        found = {"torch": self.torch.__version__}
-        for path in sorted(glob.glob(str(self.site / "*.dist-info"))):
-            name, _, version = Path(path).name.removesuffix(".dist-info").partition("-")
-            found[name] = version
-        return found
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.harness import peers as harness_peers
+from benchmarks.harness import table, timing
 from benchmarks.kda import __main__ as bench
-from benchmarks.kda import accuracy, cases, ours, peers, table, timing
+from benchmarks.kda import accuracy, cases, ours, peers
 from k3jax.errors import InputError
 from k3jax.ops.kda import gated
 
@@ -121,7 +123,7 @@ def test_error_at_most_flashkdas(monkeypatch):
     monkeypatch.setitem(gated.IMPLEMENTATIONS, "wrong", wrong)
     rows = accuracy.rows(accuracy.TOYS[0], ["xla", "wrong"], SimpleNamespace(), False)
     assert [row["at_most_flashkda"] for row in rows] == [True, False]
-    text = table.errors(rows)
+    text = accuracy.text(rows)
     assert text.count("FlashKDA o 5.70e-03") == 2
     assert text.endswith("at most FlashKDA's: NO")
 
@@ -306,7 +308,7 @@ def test_a_row_with_peers_names_the_quickest(monkeypatch, tmp_path):
             made[0].wait = lambda: sum(range(2_000_000))
             made[2].fails = True
             for side in made:
-                side.note, side.graph = "", None
+                side.note, side.graph, side.part = "", None, False
             return made
 
         def versions(self):
@@ -357,7 +359,7 @@ def test_the_difference_from_flashkda_is_taken_at_the_end():
 
 
 def test_peers_are_unpacked_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(harness_peers.tempfile, "tempdir", str(tmp_path / "temporary"))
     whl = tmp_path / "peers" / "whl"
     whl.mkdir(parents=True)
     with zipfile.ZipFile(whl / "fla_core-1-py3-none-any.whl", "w") as archive:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from k3jax.ops.dsa import mosaic_gpu_pick, xla
-from k3jax.ops.dsa.mosaic_gpu_collect import HEADS, TILE, WARPGROUPS, collect, refusal
+from k3jax.ops.dsa import mosaic_gpu_pick
+from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, refusal
 from k3jax.ops.mla import blocks
 from k3jax.ops.mosaic_gpu import Interpret
 from k3jax.ops.rows import Rows, Scaled
@@ -27,8 +27,9 @@ from k3jax.ops.rows import Rows, Scaled
 __all__ = ["candidates", "refusal"]
 
 BLOCKS = 132  # multiprocessors
-PLACES = mosaic_gpu_pick.MOST // 2  # of all segments of a query together, for one warpgroup
-SAMPLE = 16384  # keys
+PLACES = mosaic_gpu_pick.MOST  # of all segments of one warpgroup
+SAMPLE = mosaic_gpu_pick.SAMPLE  # keys
+ROUNDS = 2
 QUERIES = 1024  # at a time: 129 MiB of places and 64 MiB of sampled ranks
 SPREADS = 5.0
 """Standard deviations between what should lie above the floor and topk, for random scores."""
@@ -55,9 +56,11 @@ def candidates(
         return _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret)
 
     extra = -length % queries
-    pad = lambda x, fill: jnp.pad(  # noqa: E731
-        x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=jnp.asarray(fill, x.dtype)
-    )
+
+    def pad(x, fill):
+        widths = [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, widths, constant_values=jnp.asarray(fill, x.dtype))
+
     arrays = (pad(q_BTHK, 0), pad(w_BTH, 0), pad(positions_BT, -1))
     rank_BTk, at_BTk = blocks.over_queries(one_block, QUERIES, arrays, (0, 0, -1))
     return rank_BTk[:, :length], at_BTk[:, :length]
@@ -66,25 +69,31 @@ def candidates(
 def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
     batch, length = positions_BT.shape
     scan = functools.partial(collect, queries=queries, interpret=interpret)
-    groups = batch * length // queries
-    splits = max(1, blocks.power_of_two(BLOCKS // groups))
+    splits = max(1, blocks.power_of_two(BLOCKS * queries // (batch * length)))
     floor_BT = jnp.full((batch, length), -jnp.inf, jnp.float32)
     if rows.shape[1] > PLACES:
         floor_BT = _floor(q_BTHK, rows, w_BTH, positions_BT, topk, scan, interpret)
-    found = scan(
-        *(q_BTHK, rows, w_BTH, positions_BT, floor_BT), splits=splits, capacity=PLACES // splits
+    width = 1 << (topk - 1).bit_length()
+    need_BT = jnp.minimum(topk, positions_BT + 1)
+    state = (
+        floor_BT,
+        jnp.full((batch, length), jnp.iinfo(jnp.int32).max, jnp.int32),
+        jnp.full((batch, length, width), -jnp.inf, jnp.float32),
+        jnp.full((batch, length, width), -1, jnp.int32),
     )
-    flat = lambda x: x.reshape(batch * length, -1)  # noqa: E731
-    rank_Rk, at_Rk = mosaic_gpu_pick.pick(
-        flat(found.rank_BTnc), flat(found.at_BTnc), topk, interpret=interpret
-    )
-    best = tuple(x.reshape(batch, length, -1) for x in (rank_Rk, at_Rk))
-    fits = (found.count_BTn <= PLACES // splits).all(-1)
-    enough = found.count_BTn.sum(-1) >= jnp.minimum(topk, positions_BT + 1)
+    pick = functools.partial(mosaic_gpu_pick.pick, need_BT=need_BT, topk=topk, interpret=interpret)
+    for _ in range(ROUNDS):
+        found = scan(
+            *(q_BTHK, rows, w_BTH, positions_BT, *state[:2]),
+            splits=splits,
+            capacity=PLACES // splits,
+        )
+        state = pick(found, state=state)
+    floor_BT, _, *best = state
     return jax.lax.cond(
-        (fits & enough).all(),
-        lambda: best,
-        lambda: _portable(q_BTHK, rows, w_BTH, positions_BT, topk, best[0].shape[-1]),
+        (floor_BT == jnp.inf).all(),
+        lambda: tuple(best),
+        lambda: _portable(q_BTHK, rows, w_BTH, positions_BT, topk, width),
     )
 
 
@@ -100,19 +109,17 @@ def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, scan, interpret):
     sample = Rows.of(taken[0]) if len(taken) == 1 else Scaled(*map(Rows.of, taken))
     share_B1 = size / jnp.maximum(keys_B1, 1).astype(jnp.float32)
     limit_BT = ((positions_BT + 1).astype(jnp.float32) * share_B1).astype(jnp.int32) - 1
-    everything = jnp.zeros(positions_BT.shape, jnp.float32)
     groups = batch * length // scan.keywords["queries"]
     splits = max(1, min(BLOCKS // groups, size // TILE))
+    unused = (jnp.zeros(limit_BT.shape, jnp.float32), jnp.zeros_like(limit_BT))
     rank_BTS = scan(
-        *(q_BTHK, sample, w_BTH, limit_BT, everything), splits=splits, capacity=1, everything=True
+        *(q_BTHK, sample, w_BTH, limit_BT, *unused), splits=splits, capacity=1, everything=True
     )
     expected_B1 = topk * share_B1
     wanted_B1 = jnp.ceil(expected_B1 + SPREADS * jnp.sqrt(expected_B1)).astype(jnp.int32)
-    wanted_R = jnp.broadcast_to(wanted_B1, positions_BT.shape).reshape(-1)
-    floor_R = mosaic_gpu_pick.floor(
-        rank_BTS.reshape(batch * length, size), wanted_R, interpret=interpret
-    )
-    return jnp.where(positions_BT < PLACES, -jnp.inf, floor_R.reshape(positions_BT.shape))
+    wanted_BT = jnp.broadcast_to(wanted_B1, positions_BT.shape)
+    floor_BT = mosaic_gpu_pick.floor(rank_BTS, wanted_BT, interpret=interpret)
+    return jnp.where(positions_BT < PLACES, -jnp.inf, floor_BT)
 
 
 def _views(rows: Rows | Scaled) -> tuple[Rows, ...]:

@@ -36,8 +36,8 @@ class Segments(NamedTuple):
     """What a scan over keys leaves. n segments a query, of a warpgroup of a block each.
 
     Attributes:
-      rank_BTnc: float32 `xla.ranked` scores in any order, -inf in free places.
-      at_BTnc: int32 key positions; anything in free places.
+      rank_BTnc: float32 `xla.ranked` scores in any order, ``count`` of them; then anything.
+      at_BTnc: int32 key positions.
       count_BTn: int32 keys that belonged there; those past c were dropped.
     """
 
@@ -47,25 +47,36 @@ class Segments(NamedTuple):
 
 
 def _kernel(
-    q_g, w_g, floor_g, limit_g, keys_g, factor_g, pages_g, layer_g, rank_g, at_g, count_g,
-    q_s, w_s, keys_s, factor_s, floors_s, limits_s, count_s, arrived, ready, free, turn,
+    q_g, w_g, floor_g, tie_g, limit_g, keys_g, factor_g, pages_g, layer_g, rank_g, at_g, count_g,
+    q_s, w_s, keys_s, factor_s, floors_s, ties_s, limits_s, count_s, arrived, ready, free, turn,
     *, queries, splits, stages, capacity, length, page, everything, interpret,
 ):  # fmt: skip
     split, group = lax.axis_index("split"), lax.axis_index("group")
     batch, warpgroup = lax.axis_index("batch"), lax.axis_index("warpgroup")
     first, columns, layer = group * queries, queries * HEADS, layer_g[0]
-    limits = [limit_g[batch, first + x] for x in range(queries)]
+    limits = [
+        jnp.where(floor_g[batch, first + x] < jnp.inf, limit_g[batch, first + x], -1)
+        for x in range(queries)
+    ]
     last = functools.reduce(jnp.maximum, limits)
     last = jnp.int32(length - 1) if everything else jnp.minimum(last, length - 1)
     tiles = lax.div(last + TILE, TILE)
-    turns = lax.div(jnp.maximum(tiles - split, 0) + (splits - 1), splits)
+    turns = lax.div(tiles + (splits - 1), splits)
+
+    def tile(n):
+        """A block's n-th tile. Blocks change places each time, so that what repeats in a text at
+        equal distances does not end up in one block."""
+        return n * splits + lax.rem(split + n * 37, splits)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        here = pl.ds(first * HEADS, columns)
-        plgpu.copy_gmem_to_smem(q_g.at[batch, here], q_s, arrived)
-        plgpu.copy_gmem_to_smem(w_g.at[batch, here], w_s, arrived)
+
+        @pl.when(turns > 0)
+        def _():
+            here = pl.ds(first * HEADS, columns)
+            plgpu.copy_gmem_to_smem(q_g.at[batch, here], q_s, arrived)
+            plgpu.copy_gmem_to_smem(w_g.at[batch, here], w_s, arrived)
 
         def fetch(n, _):
             stage = lax.rem(n, stages)
@@ -75,9 +86,12 @@ def _kernel(
                 plgpu.barrier_wait(free.at[stage])
 
             for begin in range(0, TILE, min(page, TILE)):
-                row = (split + n * splits) * TILE + begin
+                row = tile(n) * TILE + begin
                 entry = pages_g[batch, lax.div(jnp.minimum(row, length - 1), page)]
-                rows, there = pl.ds(lax.rem(row, page), min(page, TILE)), pl.ds(begin, min(page, TILE))
+                rows, there = (
+                    pl.ds(lax.rem(row, page), min(page, TILE)),
+                    pl.ds(begin, min(page, TILE)),
+                )
                 for source, target in ((keys_g, keys_s), (factor_g, factor_s)):
                     if target is not None:
                         plgpu.copy_gmem_to_smem(
@@ -91,14 +105,17 @@ def _kernel(
         plgpu.set_max_registers(232, action="increase")
         segment = split * WARPGROUPS + warpgroup
         where = (batch, first, segment, warpgroup)
-        options = {"queries": queries, "capacity": capacity, "interpret": interpret}
-        if not everything:
-            lanes.prepare(rank_g, count_s, *where, **options)
         for x in range(queries):
+            count_s[warpgroup, x] = jnp.int32(0)
             floors_s[warpgroup, x] = floor_g[batch, first + x]
+            ties_s[warpgroup, x] = tie_g[batch, first + x]
             limits_s[warpgroup, x] = limits[x]
         plgpu.commit_smem()
-        plgpu.barrier_wait(arrived)
+
+        @pl.when(turns > 0)
+        def _():
+            plgpu.barrier_wait(arrived)
+
         weights_N = plgpu.load(w_s, layout=COLUMNS)
 
         def score(n, _):
@@ -116,13 +133,15 @@ def _kernel(
 
             dots_MN = _dots(keys_s.at[stage, half], q_s, then=pass_on, interpret=interpret)
             factor = None if factor_s is None else factor_s.at[stage, half]
-            start = (split + n * splits) * TILE + warpgroup * HALF
+            start = tile(n) * TILE + warpgroup * HALF
             lanes.keep(
-                *(dots_MN, weights_N, factor, limits_s, floors_s, rank_g, at_g, count_s),
+                *(dots_MN, weights_N, factor, limits_s, floors_s, ties_s, rank_g, at_g, count_s),
                 *(*where, start),
+                queries=queries,
+                capacity=capacity,
                 length=length,
                 everything=everything,
-                **options,
+                interpret=interpret,
             )
 
             @pl.when(n + stages < turns)
@@ -141,9 +160,7 @@ def _dots(keys, q, *, then, interpret):
     if interpret:
         then()
         a, b = (x[...].astype(_f32) for x in (keys, q))
-        return lax.dot_general(
-            a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
-        )
+        return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
     def scoped(accumulator):
         plgpu.wgmma(accumulator, keys, q.transpose((1, 0)))
@@ -177,6 +194,7 @@ def collect(
     w_BTH: Array,
     limit_BT: Array,
     floor_BT: Array,
+    tie_BT: Array,
     *,
     queries: int,
     splits: int,
@@ -184,13 +202,14 @@ def collect(
     everything: bool = False,
     interpret: Interpret = False,
 ) -> Segments | Array:
-    """Keys whose rank is at or above a floor.
+    """Keys whose rank is above a floor, or equal to it up to a position.
 
     Args:
       q_BTHK, rows, w_BTH: as a kernel of `k3jax.ops.dsa.SELECT` gets them; T a multiple of
         ``queries``.
       limit_BT: int32 last key that competes, -1 for none.
-      floor_BT: float32 least rank that is kept.
+      floor_BT: float32.
+      tie_BT: int32 last key that is kept among those whose rank is the floor.
       queries: of a block, 1, 2, 4 or 8.
       splits: blocks that share the keys.
       capacity: places of a segment.
@@ -220,7 +239,7 @@ def collect(
         "length": keys, "page": page, "everything": everything, "interpret": interpret,
     }  # fmt: skip
 
-    def body(q_g, w_g, floor_g, limit_g, *refs):
+    def body(q_g, w_g, floor_g, tie_g, limit_g, *refs):
         keys_g, *refs = refs
         factor_g = None
         if factors is not None:
@@ -235,7 +254,7 @@ def collect(
         if factors is not None:
             factor_s, *refs = refs
         _kernel(
-            q_g, w_g, floor_g, limit_g, keys_g, factor_g, pages_g, layer_g, rank_g, at_g, count_g,
+            q_g, w_g, floor_g, tie_g, limit_g, keys_g, factor_g, pages_g, layer_g, rank_g, at_g, count_g,
             q_s, w_s, keys_s, factor_s, *refs, **options,
         )  # fmt: skip
 
@@ -245,8 +264,7 @@ def collect(
         smem((stages, TILE, DIM), codes.dtype),
         *([] if factors is None else [plgpu.SMEM((stages, TILE), _f32)]),
         plgpu.SMEM((WARPGROUPS, queries), _f32),
-        plgpu.SMEM((WARPGROUPS, queries), _i32),
-        plgpu.SMEM((WARPGROUPS, queries), _i32),
+        *[plgpu.SMEM((WARPGROUPS, queries), _i32)] * 3,
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=parts * (1 if factors is None else 2), num_barriers=stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -268,6 +286,7 @@ def collect(
         q_BTHK.reshape(batch, length * HEADS, DIM),
         w_BTH.reshape(batch, length * HEADS),
         floor_BT,
+        tie_BT,
         limit_BT,
         *sources,
         codes.pages(),

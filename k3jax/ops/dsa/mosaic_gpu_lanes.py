@@ -20,24 +20,33 @@ WARPGROUP = 128  # threads
 LOWEST = float(jnp.finfo(jnp.float32).min)  # rank of NaN; see `xla.ranked`
 ABOVE = float(jnp.nextafter(jnp.float32(LOWEST), jnp.float32(0)))
 _f32, _i32 = jnp.float32, jnp.int32
-_REF, _SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
 
-class _Lane:
+class Lane:
     """Scalars of one thread. Imported late: MLIR is there only where GPU kernels are lowered."""
 
     def __init__(self):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, math, memref, vector
+        from jaxlib.mlir.dialects import arith, gpu, llvm, math, memref, vector
 
         self.utils, self.ir, self.arith = utils, ir, arith
-        self.memref, self.vector, self.fma = memref, vector, math.fma
+        self.memref, self.vector, self.fma, self.llvm, self.gpu = (
+            memref,
+            vector,
+            math.fma,
+            llvm,
+            gpu,
+        )
         self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         self.thread = arith.remui(utils.thread_idx(), self.int(WARPGROUP))
 
     def int(self, value: int):
         return self.utils.c(value, self.i32)
+
+    def shape(self, ref):
+        return self.ir.MemRefType(ref.type).shape
 
     def float(self, value: float):
         return self.utils.c(value, self.f32)
@@ -72,6 +81,15 @@ class _Lane:
         b = self.int(b) if isinstance(b, int) else b
         return self.arith.cmpi(self.arith.CmpIPredicate.slt, a, b)
 
+    def equal(self, a, b):
+        return self.arith.cmpi(self.arith.CmpIPredicate.eq, a, b)
+
+    def not_less(self, a, b):
+        return self.arith.cmpi(self.arith.CmpIPredicate.sge, a, b)
+
+    def true(self):
+        return self.equal(self.int(0), self.int(0))
+
     def elements(self, register):
         """The scalars of a register that holds a vector."""
         return [
@@ -84,69 +102,56 @@ class _Lane:
         masked = self.arith.andi(value, self.int(1 << n))
         return self.arith.cmpi(self.arith.CmpIPredicate.ne, masked, self.int(0))
 
-    def next_free(self, ref, *indices):
-        """The number in shared memory, which grows by one; no two threads get the same."""
-        return self.memref.atomic_rmw(
-            self.arith.AtomicRMWKind.addi, self.int(1), ref, self.at(indices)
+    def asm(self, text: str, result, *arguments):
+        """One PTX statement; registers are 32 bits wide."""
+        registers = ["=r"] * (result is not None) + ["r"] * len(arguments)
+        constraints = ",".join([*registers, "~{memory}"])
+        return self.llvm.inline_asm(
+            result, list(arguments), text, constraints, has_side_effects=True
         )
 
+    def grow(self, ref, index, by):
+        """Adds to a number in shared memory and gives what it was; no two threads get the same.
 
-def prepare(rank_g, count_s, batch, first, segment, warpgroup, *, queries, capacity, interpret):
-    """Free places have rank -inf; nothing is counted yet."""
-    if interpret:
-        empty = jnp.full((queries, capacity), -jnp.inf, _f32)
-        for x in range(queries):
-            rank_g[batch, first + x, segment] = empty[x]
-            count_s[warpgroup, x] = jnp.int32(0)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(_REF, _REF, *[_SCALAR] * 4))
-    def body(_, rank_g, count_s, *scalars):
-        lane = _Lane()
-        batch, first, segment, warpgroup = map(lane.scalar, scalars)
-        for x in range(queries):
-            for begin in range(0, capacity, WARPGROUP):
-                place = lane.add(lane.thread, begin)
-                inside = lane.less(place, capacity)
-                with lane.utils.when(inside):
-                    where = (batch, lane.add(first, x), segment, place)
-                    lane.store(lane.float(float("-inf")), rank_g, *where)
-        with lane.utils.when(lane.less(lane.thread, queries)):
-            lane.store(lane.int(0), count_s, warpgroup, lane.thread)
-
-    body(rank_g, count_s, batch, first, segment, warpgroup)
+        (`memref.atomic_rmw` would fence the memory of the whole system each time.)
+        """
+        base = self.llvm.ptrtoint(self.i32, self.utils.memref_ptr(ref))
+        address = self.add(base, self.times(index, 4))
+        return self.asm("atom.relaxed.cta.shared.add.u32 $0, [$1], $2;", self.i32, address, by)
 
 
 def keep(
-    dots_MN, weights_N, factor_s, limits_s, floors_s, rank_g, at_g, count_s, batch, first, segment,
-    warpgroup, start, *, queries, capacity, length, everything, interpret,
+    dots_MN, weights_N, factor_s, limits_s, floors_s, ties_s, rank_g, at_g, count_s, batch, first,
+    segment, warpgroup, start, *, queries, capacity, length, everything, interpret,
 ):  # fmt: skip
-    """Heads are summed, and what is at or above its query's floor goes to the segment.
+    """Heads are summed, and what is above its query's floor goes to the segment, or what equals it
+    and does not lie behind the last tie.
 
     Args:
       dots_MN: [64 keys, 32 queries], float32, WGMMA.
       weights_N: of heads, COLUMNS.
       factor_s: float32 [64] of the keys, or None.
-      limits_s, floors_s: [queries] last position (int32) and least rank (float32).
+      limits_s, floors_s, ties_s: last position (int32), floor (float32) and last tie (int32), of
+        each warpgroup [2, queries].
       start: position of the first key.
       everything: every rank goes to ``rank_g[batch, query, position]`` instead.
     """
     if interpret:
         return _keep_interpreted(
-            dots_MN, weights_N, factor_s, limits_s, floors_s, rank_g, at_g, count_s, batch, first,
-            segment, warpgroup, start, queries=queries, capacity=capacity, length=length,
+            dots_MN, weights_N, factor_s, limits_s, floors_s, ties_s, rank_g, at_g, count_s, batch,
+            first, segment, warpgroup, start, queries=queries, capacity=capacity, length=length,
             everything=everything,
         )  # fmt: skip
-    refs = [limits_s, floors_s, rank_g, at_g, count_s]
+    refs = [limits_s, floors_s, ties_s, rank_g, at_g, count_s]
     if factor_s is not None:
         refs.append(factor_s)
     scalars = [batch, first, segment, warpgroup, start]
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA, COLUMNS, *[_REF] * len(refs), *[_SCALAR] * 5))
+    @plgpu.inline_mgpu(arg_types=(WGMMA, COLUMNS, *[REF] * len(refs), *[SCALAR] * 5))
     def body(_, dots, weights, *arguments):
-        lane = _Lane()
+        lane = Lane()
         arith = lane.arith
-        limits_s, floors_s, rank_g, at_g, count_s, *factor = arguments[: len(refs)]
+        limits_s, floors_s, ties_s, rank_g, at_g, count_s, *factor = arguments[: len(refs)]
         batch, first, segment, warpgroup, start = map(lane.scalar, arguments[len(refs) :])
         pairs = dots.registers.reshape(-1, 2)  # [column / 8, row half], two columns each
         weights = weights.registers.reshape(-1)
@@ -210,7 +215,11 @@ def keep(
                     chosen = arith.andi(owner, lane.less(position, length))
                 else:
                     floor = lane.load(floors_s, warpgroup, query)
-                    above = arith.cmpf(arith.CmpFPredicate.OGE, rank, floor)
+                    above = arith.cmpf(arith.CmpFPredicate.OGT, rank, floor)
+                    equal = arith.cmpf(arith.CmpFPredicate.OEQ, rank, floor)
+                    tie = lane.load(ties_s, warpgroup, query)
+                    before = arith.cmpi(arith.CmpIPredicate.sle, position, tie)
+                    above = arith.ori(above, arith.andi(equal, before))
                     chosen = arith.andi(owner, arith.andi(above, early))
                 found.append((chosen, rank, query, position))
                 any_found = chosen if any_found is None else arith.ori(any_found, chosen)
@@ -221,7 +230,8 @@ def keep(
                     if everything:
                         lane.store(rank, rank_g, batch, at, position)
                         continue
-                    place = lane.next_free(count_s, warpgroup, query)
+                    counter = lane.add(lane.times(warpgroup, queries), query)
+                    place = lane.grow(count_s, counter, lane.int(1))
                     with lane.utils.when(lane.less(place, capacity)):
                         lane.store(rank, rank_g, batch, at, segment, place)
                         lane.store(position, at_g, batch, at, segment, place)
@@ -230,8 +240,8 @@ def keep(
 
 
 def _keep_interpreted(
-    dots_MN, weights_N, factor_s, limits_s, floors_s, rank_g, at_g, count_s, batch, first, segment,
-    warpgroup, start, *, queries, capacity, length, everything,
+    dots_MN, weights_N, factor_s, limits_s, floors_s, ties_s, rank_g, at_g, count_s, batch, first,
+    segment, warpgroup, start, *, queries, capacity, length, everything,
 ):  # fmt: skip
     terms = jnp.where(dots_MN <= 0, 0.0, dots_MN) * weights_N
     score_MT = terms.reshape(-1, queries, HEADS).sum(-1)
@@ -246,66 +256,15 @@ def _keep_interpreted(
             rank_M = jnp.where(at_M <= limits_s[warpgroup, x], rank_M, -jnp.inf)
             rank_g[batch, first + x] = row.at[at_M].set(rank_M, mode="drop")
             continue
-        chosen = (rank_M >= floors_s[warpgroup, x]) & (at_M <= limits_s[warpgroup, x])
+        floor = floors_s[warpgroup, x]
+        above = (rank_M > floor) | ((rank_M == floor) & (at_M <= ties_s[warpgroup, x]))
+        chosen = above & (at_M <= limits_s[warpgroup, x])
         count = count_s[warpgroup, x]
         place = jnp.where(chosen, count + jnp.cumsum(chosen) - 1, capacity)
         for ref, values in ((rank_g, rank_M), (at_g, at_M)):
             row = ref[batch, first + x, segment]
             ref[batch, first + x, segment] = row.at[place].set(values, mode="drop")
         count_s[warpgroup, x] = count + chosen.sum(dtype=_i32)
-
-
-def compact(keys_C, least, last, at_g, rank_g, kept_g, count_s, row, *, interpret):
-    """Chosen candidates to the next free places, in any order.
-
-    Args:
-      keys_C: int32 `ordered` ranks, WG_STRIDED with vectors.
-      least, last: candidates above ``least`` are chosen, and of those equal to it the ones whose
-        position is at most ``last``.
-      at_g: positions [R, C]; rank_g, kept_g: chosen ranks and positions, [R, k].
-      row: of these three.
-    """
-    if interpret:
-        at_C = at_g[row]
-        chosen = (keys_C > least) | ((keys_C == least) & (at_C <= last))
-        place = jnp.where(chosen, jnp.cumsum(chosen) - 1, rank_g.shape[-1])
-        for ref, values in ((rank_g, unordered(keys_C)), (kept_g, at_C)):
-            ref[row] = ref[row].at[place].set(values, mode="drop")
-        return
-    layout = strided(keys_C.shape[0])
-    refs = (at_g, rank_g, kept_g, count_s)
-
-    @plgpu.inline_mgpu(arg_types=(layout, *[_REF] * 4, *[_SCALAR] * 3))
-    def body(_, keys, at_g, rank_g, kept_g, count_s, *scalars):
-        lane = _Lane()
-        arith = lane.arith
-        least, last, row = map(lane.scalar, scalars)
-        for n, register in enumerate(keys.registers.reshape(-1)):
-            for x, key in enumerate(lane.elements(register)):
-                likely = arith.cmpi(arith.CmpIPredicate.sge, key, least)
-                with lane.utils.when(likely):
-                    place = lane.add(lane.times(lane.thread, VECTOR), VECTOR * WARPGROUP * n + x)
-                    at = lane.load(at_g, row, place)
-                    above = arith.cmpi(arith.CmpIPredicate.sgt, key, least)
-                    early = arith.cmpi(arith.CmpIPredicate.sle, at, last)
-                    with lane.utils.when(arith.ori(above, early)):
-                        free = lane.next_free(count_s, 0)
-                        flipped = arith.andi(
-                            arith.shrsi(key, lane.int(31)), lane.int(0x7FFFFFFF)
-                        )
-                        rank = arith.bitcast(lane.f32, arith.xori(key, flipped))
-                        lane.store(rank, rank_g, row, free)
-                        lane.store(at, kept_g, row, free)
-
-    body(keys_C, *refs, least, last, row)
-
-
-VECTOR = 4
-
-
-def strided(size: int):
-    """The layout of a vector over a warpgroup, four neighbours a thread."""
-    return plgpu.Layout.WG_STRIDED((size,), vec_size=VECTOR)
 
 
 def ordered(rank):

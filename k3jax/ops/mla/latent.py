@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from k3jax.ops import target
 from k3jax.ops.choice import Kernel
-from k3jax.ops.mla import blocks, xla
+from k3jax.ops.mla import blocks, mosaic_gpu, xla
 from k3jax.ops.rows import Rows
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ Attention = Callable[..., tuple[jax.Array, jax.Array]]
 # scale * q . row in float32, ``o`` is softmax(scores) times the first ``width`` columns of the rows
 # and ``lse`` the log of the sum of exp(scores); zeros and -inf for a query that sees no row. Rows
 # that nobody sees may hold anything, NaN included.
-LATENT: dict[str, Attention] = {}
+LATENT: dict[str, Attention] = {"mosaic_gpu": mosaic_gpu.latent}
 
 # What "auto" tries, in this order; refusals take (q_BTHQ, rows, w_k_HNC, where).
-KERNELS: dict[str, Kernel] = {}
+KERNELS: dict[str, Kernel] = {"mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal)}
 
 QUERIES = 1024
 """Queries at a time before a kernel: 304 KiB each, absorbed and attended, at K3's sizes."""

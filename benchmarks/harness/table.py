@@ -22,7 +22,7 @@ def spread(found: dict[str, Any] | None) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One line of the table for a row of `benchmarks.kda.__main__.timed`."""
+    """One line of the table for a row of `benchmarks.harness.run.timed`."""
     if "failed" in row:
         return [row["case"], row["implementation"], f"FAILED: {row['failed']}"]
     peer = row["peers"].get(row["peer"], {})
@@ -58,20 +58,3 @@ def timings(rows: list[dict[str, Any]]) -> str:
             marks.append(f"[{notes.index(note) + 1}]")
         shown.append(f"{text} {''.join(marks)}".rstrip())
     return "\n".join(shown + [f"[{i}] {note}" for i, note in enumerate(notes, 1)])
-
-
-def errors(rows: list[dict[str, Any]]) -> str:
-    """One line a case and implementation: relative L2 errors of output and state."""
-    lines = []
-    for row in rows:
-        ours = {row["implementation"]: row} | row["peers"]
-        parts = [
-            f"{name} FAILED: {e['failed']}"
-            if "failed" in e
-            else f"{name} o {e['o']:.2e} state {e['state']:.2e}"
-            for name, e in ours.items()
-        ]
-        if "at_most_flashkda" in row:
-            parts.append(f"at most FlashKDA's: {'yes' if row['at_most_flashkda'] else 'NO'}")
-        lines.append(f"{row['case']}: " + "; ".join(parts))
-    return "\n".join(lines)
