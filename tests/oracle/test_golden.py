@@ -7,6 +7,7 @@ closer than the margins below could flip by rounding alone and are not compared.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances as tol
+from dsa_kernels import KERNELS_OF
 
 import k3jax
 from k3jax import runtime
@@ -230,3 +232,41 @@ def test_text_model_on_merged_image_features(case):
     model, z = load("vision_tiny")
     logits, _ = model.forward(embeddings_BTD=z[f"{case}/merged_embeds"])
     assert relative(logits, z[f"{case}/logits_float32"]) <= tol.GOLDEN_FP32
+
+
+@pytest.mark.parametrize("device", KERNELS_OF)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_through_kernels(folder, device):
+    """Prefill and decode with the kernels of a device, interpreted, in which the small heads of
+    these models are embedded by zeros. In bfloat16 where a kernel takes nothing else."""
+    kernels = [kernel.embedded() for kernel in KERNELS_OF[device]]
+    dtype = jnp.float32
+    if any(kernel.dtype != jnp.float32 for kernel in kernels):
+        dtype = jnp.bfloat16
+    z = np.load(GOLDEN / folder / "golden.npz")
+    with contextlib.ExitStack() as stack:
+        used = [stack.enter_context(kernel.counted()) for kernel in kernels]
+        model, _ = k3jax.load(GOLDEN / folder, dtype=dtype, tokenizer=False)
+        results = []
+        for case in ("prefill_L67", "batch_B2_T33") if model.config.dsa else ():
+            logits, aux = model.forward(z[f"{case}/input_ids"], collect=("index",))
+            results.append((logits, z[f"{case}/logits_float32"]))
+            clear = z[f"{case}/dsa_margin"] > tol.DSA_MARGIN
+            same = np.asarray(aux["selected"]) == z[f"{case}/dsa_selected"]
+            assert dtype != jnp.float32 or same[clear].all()
+        ids, start = z["decode/input_ids"], int(z["decode/prefill_len"])
+        _, cache = model.prefill(ids[:, :start], model.init_cache(1, ids.shape[1]))
+        rows = []
+        for t in range(start, ids.shape[1]):
+            last, cache = model.decode(ids[:, t], cache)
+            rows.append(last)
+        results.append((np.stack(rows, 1), z["decode/logits_float32"]))
+        selection, latent = (len(calls) for calls in used)
+    assert latent > 0
+    assert (selection > 0) == (model.config.dsa is not None)
+    for got, want in results:
+        if dtype == jnp.float32:
+            assert relative(got, want) <= tol.GOLDEN_FP32
+        else:
+            rms = np.sqrt(np.mean((np.float64(got) - want) ** 2)) / want.std()
+            assert rms <= tol.GOLDEN_BF16_RMS

@@ -12,16 +12,19 @@ from k3jax.ops import choice, mla, target
 from k3jax.ops.dsa import fp8, mosaic_gpu, mosaic_tpu, xla
 from k3jax.ops.dsa.fp8 import agreement
 from k3jax.ops.dsa.merge import keep
+from k3jax.ops.dsa.missing_mass import MissingMass, missing_mass
 from k3jax.ops.mla import blocks, latent
 from k3jax.ops.rows import Rows, Scaled
 
 __all__ = [
     "ATTEND_IMPLEMENTATIONS",
     "SELECT_IMPLEMENTATIONS",
+    "MissingMass",
     "agreement",
     "attend",
     "candidates",
     "keep",
+    "missing_mass",
     "scores",
     "select",
 ]
@@ -117,7 +120,7 @@ def select(
         raise ValueError(f"dsa.select: topk must be at least 1, got {topk}")
     keys = k_BSK.shape[1]
     inputs = (*fp8.meet(q_BTHK, k_BSK, w_BTH), positions_BT, topk)
-    implementation = _pick(implementation, *inputs)
+    implementation = _pick(implementation, *inputs[:-1], min(topk, keys))
     if keys <= topk:
         log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
         return xla.everything(positions_BT, keys, topk)

@@ -40,3 +40,26 @@ def attend(q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, indices_BTk, *, scale: float) ->
     q, cache, w_k, w_v = (np.asarray(a, np.float64) for a in (q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC))
     rows = [[i[i >= 0] for i in per_row] for per_row in np.asarray(indices_BTk)]
     return attend_rows(q, cache, w_k, w_v, rows, scale)
+
+
+def missing_mass(
+    q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC, positions_BT, indices_BTk, *, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(mass, bound) of ``k3jax.ops.dsa.missing_mass`` in float64."""
+    q, cache, w_k, w_v = (np.asarray(a, np.float64) for a in (q_BTHQ, cache_BSC, w_k_HNC, w_v_HVC))
+    positions, indices = np.asarray(positions_BT), np.asarray(indices_BTk)
+    nope, latent = w_k.shape[1:]
+    mass, longest = np.zeros(q.shape[:3]), np.zeros(q.shape[:3])
+    for b, t in np.ndindex(*positions.shape):
+        if positions[b, t] < 0:
+            continue
+        rows = cache[b, : positions[b, t] + 1]
+        key = np.einsum("sc,hnc->shn", rows[:, :latent], w_k)
+        score = np.einsum("hn,shn->hs", q[b, t, :, :nope], key)
+        score = (score + q[b, t, :, nope:] @ rows[:, latent:].T) * scale
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        outside = ~np.isin(np.arange(len(rows)), indices[b, t])
+        mass[b, t] = weight[:, outside].sum(-1) / weight.sum(-1)
+        value = np.einsum("sc,hvc->hsv", rows[:, :latent], w_v)
+        longest[b, t] = np.linalg.norm(value, axis=-1).max(-1)
+    return mass, 2 * mass * longest
