@@ -13,14 +13,12 @@ result is exact in every case. A short context keeps all its keys and needs no s
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from k3jax.ops.dsa import mosaic_gpu_pick
 from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, ranks, refusal
+from k3jax.ops.dsa.mosaic_gpu_pick import MOST, SAMPLE, floor, pick
 from k3jax.ops.dsa.mosaic_gpu_rest import finish
 from k3jax.ops.mla import blocks
 from k3jax.ops.mosaic_gpu import Interpret
@@ -29,8 +27,7 @@ from k3jax.ops.rows import Rows, Scaled
 __all__ = ["candidates", "refusal"]
 
 BLOCKS = 132  # multiprocessors
-PLACES = mosaic_gpu_pick.MOST  # of all segments of one warpgroup
-SAMPLE = mosaic_gpu_pick.SAMPLE  # keys
+PLACES = MOST  # of all segments of one warpgroup
 ROUNDS = 2
 QUERIES = 1024  # at a time: 129 MiB of places and 64 MiB of sampled ranks
 SPREADS = 5.0
@@ -83,15 +80,21 @@ def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
         jnp.full((batch, length, width), -jnp.inf, jnp.float32),
         jnp.full((batch, length, width), -1, jnp.int32),
     )
-    pick = functools.partial(mosaic_gpu_pick.pick, need_BT=need_BT, topk=topk, interpret=interpret)
-    for _ in range(ROUNDS):
+
+    def one_round(q_BTHK, rows, w_BTH, positions_BT, need_BT, state):
+        floor_BT, tie_BT, *_ = state
         found = collect(
-            *(q_BTHK, rows, w_BTH, positions_BT, *state[:2]),
+            *(q_BTHK, rows, w_BTH, positions_BT, floor_BT, tie_BT),
             splits=splits,
             capacity=PLACES // splits,
             **options,
         )
-        state = pick(found, state=state)
+        return pick(found, need_BT=need_BT, state=state, topk=topk, interpret=interpret)
+
+    # Jitted, so that its kernels are lowered once.
+    one_round = one_round if interpret else jax.jit(one_round)
+    for _ in range(ROUNDS):
+        state = one_round(q_BTHK, rows, w_BTH, positions_BT, need_BT, state)
     _, _, rank_BTk, at_BTk = finish(
         *(q_BTHK, rows, w_BTH, positions_BT),
         need_BT=need_BT,
@@ -123,7 +126,7 @@ def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options):
     expected_B1 = topk * share_B1
     wanted_B1 = jnp.ceil(expected_B1 + SPREADS * jnp.sqrt(expected_B1)).astype(jnp.int32)
     wanted_BT = jnp.broadcast_to(wanted_B1, positions_BT.shape)
-    floor_BT = mosaic_gpu_pick.floor(rank_BTS, wanted_BT, interpret=options["interpret"])
+    floor_BT = floor(rank_BTS, wanted_BT, interpret=options["interpret"])
     return jnp.where(positions_BT < PLACES, -jnp.inf, floor_BT)
 
 

@@ -5,9 +5,6 @@ Each has a plain form for interpret mode, which knows no `plgpu.inline_mgpu`.
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -148,7 +145,9 @@ def copy(stack_g, found, chunk, to_w, *, interpret):
         row = arith.shrui(thread, c(3))
         source = llvm.addrspacecast(llvm.PointerType.get(1), utils.memref_ptr(stack))
         source = utils.getelementptr(
-            source, [arith.addi(arith.shli(chunk.registers.item(), c(7)), arith.shli(piece, c(4)))], i8
+            source,
+            [arith.addi(arith.shli(chunk.registers.item(), c(7)), arith.shli(piece, c(4)))],
+            i8,
         )
         # The piece of row r stands at piece xor (r % 8) of its 128 bytes.
         swapped = arith.xori(piece, arith.andi(row, c(7)))
@@ -165,9 +164,7 @@ def copy(stack_g, found, chunk, to_w, *, interpret):
             safe = arith.extui(i64, arith.maxsi(flat, c(0)))
             at = utils.getelementptr(source, [arith.muli(safe, utils.c(width * 2, i64))], i8)
             into = utils.getelementptr(target, [c(BLOCK // TAKEN * i * CHUNK * 2)], i8)
-            nvvm.cp_async_shared_global(
-                into, at, 16, nvvm.LoadCacheModifierKind.CG, cp_size=size
-            )
+            nvvm.cp_async_shared_global(into, at, 16, nvvm.LoadCacheModifierKind.CG, cp_size=size)
         nvvm.cp_async_commit_group()
 
     start(stack_g, found, chunk, to_w)
@@ -381,5 +378,3 @@ def _enumerate(array):
     import numpy as np
 
     return np.ndenumerate(array)
-
-
