@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import spread
+from dsa_kernels import LATENTS, SELECTIONS
 
 from k3jax import programs
 from k3jax.errors import InputError
@@ -35,6 +36,15 @@ def test_layouts_of_eight(name, form):
 def test_striped_caches(name, dsa):
     module, want = one_device(dsa)
     spread.compare(spread.run(spread.spread(module, spread.layout(name))), want)
+
+
+def test_striped_caches_through_kernels():
+    """Stand-ins for kernels give partial results over a device's rows as kernels do."""
+    module, want = one_device(True)
+    with SELECTIONS["stand-in"].counted() as selected, LATENTS["stand-in"].counted() as attended:
+        spread.compare(spread.run(spread.spread(module, spread.layout("striped-heads"))), want)
+    assert selected
+    assert attended
 
 
 def test_k3():
