@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, ranks, refusal
-from k3jax.ops.dsa.mosaic_gpu_pick import MOST, SAMPLE, floor, pick
+from k3jax.ops.dsa import mosaic_gpu_collect
+from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, ranks
+from k3jax.ops.dsa.mosaic_gpu_pick import MOST, SAMPLE, floor, most_keys, pick, results
 from k3jax.ops.dsa.mosaic_gpu_rest import finish
 from k3jax.ops.mla import blocks
 from k3jax.ops.mosaic_gpu import Interpret
@@ -32,6 +33,13 @@ ROUNDS = 2
 QUERIES = 1024  # at a time: 129 MiB of places and 64 MiB of sampled ranks
 SPREADS = 5.0
 """Standard deviations between what should lie above the floor and topk, for random scores."""
+
+
+def refusal(q_BTHK, rows: Rows | Scaled, w_BTH, topk: int) -> str | None:
+    """Why the kernels cannot take these inputs; None if they can."""
+    if rows.shape[1] > most_keys(topk):
+        return f"{rows.shape[1]} keys and topk {topk}: over {most_keys(topk)} keys"
+    return mosaic_gpu_collect.refusal(q_BTHK, rows, w_BTH, topk)
 
 
 def candidates(
@@ -72,7 +80,7 @@ def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
     floor_BT = jnp.full((batch, length), -jnp.inf, jnp.float32)
     if rows.shape[1] > PLACES:
         floor_BT = _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options)
-    width = 1 << (topk - 1).bit_length()
+    width = results(topk)
     need_BT = jnp.minimum(topk, positions_BT + 1)
     state = (
         floor_BT,

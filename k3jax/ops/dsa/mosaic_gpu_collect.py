@@ -1,10 +1,10 @@
 """Index scores on a Hopper GPU that never leave the chip: only those above a floor are kept.
 
 A block has a few queries and a share of the tiles of 128 index keys. One warpgroup fetches, two
-take 64 keys each: scores of a tile are one warpgroup product [64 keys, 32 heads x queries] in registers,
-where ReLU, head weights and the sum over heads follow, heads in one order for every key. What is
-kept goes to the next free place of the query's segment, one a warpgroup. While one warpgroup sums,
-the other one multiplies: they take turns.
+take 64 keys each: scores of a tile are one warpgroup product [64 keys, 32 heads x queries] in
+registers, where ReLU, head weights and the sum over heads follow, heads in one order for every key.
+What is kept goes to the next free place of the query's segment, one a warpgroup. While one
+warpgroup sums, the other one multiplies: they take turns.
 """
 
 from __future__ import annotations

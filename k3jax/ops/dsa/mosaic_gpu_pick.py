@@ -1,8 +1,8 @@
 """The best k of some thousand candidates a query, in ascending order of position.
 
 A block of 1,024 threads holds the candidates of a query in registers, eight a thread, finds the
-k-th best rank bit by bit, counts down ties by position, and sorts what is left in shared memory. No step
-depends on how the ranks lie. Written thread by thread in MLIR; interpret mode runs a plain sort.
+k-th best rank bit by bit, counts down ties by position, and sorts what is left. No step depends on
+how the ranks lie. Written thread by thread in MLIR; interpret mode runs a plain sort.
 """
 
 from __future__ import annotations
@@ -149,35 +149,46 @@ class Block(Lane):
             places.append(self.add(base, rank))
         return places
 
-    def sort(self, keys_s, values_s, size: int):
-        """Ascending keys, with their values: a bitonic network of a pair a thread."""
+    def sort(self, keys_s, size: int):
+        """Ascending unsigned numbers in shared memory: a bitonic network.
+
+        A thread has neighbours in registers, a warp exchanges them by shuffles, and only strides
+        past a warp go through shared memory.
+        """
         arith = self.arith
+        each = size // self.threads
+        places = [self.add(self.times(self.thread, each), n) for n in range(each)]
         self.wait()
+        mine = [self.load(keys_s, place) for place in places]
         run = 2
         while run <= size:
             stride = run // 2
             while stride:
-                # 32 threads stay within the same 64 numbers while strides are at most 32.
-                if stride >= 32:
-                    self.wait()
+                if stride < each:
+                    others = [mine[n ^ stride] for n in range(each)]
+                elif stride < 32 * each:
+                    others = [self.utils.shfl_bfly(x, stride // each) for x in mine]
                 else:
-                    self.asm("bar.warp.sync 0xffffffff;", None)
-                for index, inside in self.mine(size // 2):
-                    inner = arith.andi(index, self.int(stride - 1))
-                    low = self.add(self.times(arith.subi(index, inner), 2), inner)
-                    high = self.add(low, stride)
-                    with self.utils.when(inside):
-                        a, b = self.load(keys_s, low), self.load(keys_s, high)
-                        x, y = self.load(values_s, low), self.load(values_s, high)
-                        rising = self.equal(arith.andi(low, self.int(run)), self.int(0))
-                        greater = arith.cmpi(arith.CmpIPredicate.sgt, a, b)
-                        swap = self.equal(self.number(greater), self.number(rising))
-                        with self.utils.when(swap):
-                            for ref, first, second in ((keys_s, b, a), (values_s, y, x)):
-                                self.store(first, ref, low)
-                                self.store(second, ref, high)
+                    self.wait()
+                    for place, key in zip(places, mine, strict=True):
+                        self.store(key, keys_s, place)
+                    self.wait()
+                    others = [
+                        self.load(keys_s, arith.xori(place, self.int(stride))) for place in places
+                    ]
+                bits = self.int(run), self.int(stride)
+                for n, (place, a, b) in enumerate(zip(places, mine, others, strict=True)):
+                    falling, upper = (
+                        arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place, x), self.int(0))
+                        for x in bits
+                    )
+                    most, least = arith.maxui(a, b), arith.minui(a, b)
+                    mine[n] = arith.select(arith.xori(falling, upper), most, least)
                 stride //= 2
             run *= 2
+        self.wait()
+        for place, key in zip(places, mine, strict=True):
+            self.store(key, keys_s, place)
         self.wait()
 
 
@@ -196,9 +207,9 @@ def _floor_kernel(rank_g, wanted_g, key_g, counters_s, sums_s):
         places = block.mine(block.shape(rank_g)[-1])
         ranks = [block.load(rank_g, *where, place) for place, _ in places]
         keys = [_flip(block, block.arith.bitcast(block.i32, rank)) for rank in ranks]
-        # 11 bits of the mantissa are enough: the floor may be a little lower than asked for.
+        # 8 bits of the mantissa are enough: the floor may be a little lower than asked for.
         there = [inside for _, inside in places]
-        limit = block.greatest(keys, there, block.load(wanted_g, *where), low=12)
+        limit = block.greatest(keys, there, block.load(wanted_g, *where), low=15)
         with block.utils.when(block.equal(block.thread, block.int(0))):
             block.store(limit, key_g, *where)
 
@@ -213,7 +224,7 @@ def floor(rank_BTS: Array, wanted_BT: Array, *, interpret: Interpret = False) ->
     if interpret:
         falling = -jnp.sort(-rank_BTS, axis=-1)
         value = jnp.take_along_axis(falling, wanted_BT[..., None] - 1, -1)[..., 0]
-        key_BT = ordered(value) & ~0xFFF
+        key_BT = ordered(value) & ~0x7FFF
     else:
         shape = jax.ShapeDtypeStruct((batch, length), _i32)
         scratch = scratch_of(1, 1)[:2]
@@ -241,7 +252,7 @@ class Scratch(NamedTuple):
 
     Attributes:
       base, kept: [n] where a segment begins, and how many of it there is room for.
-      keys, at: [MOST] candidates. Those that are chosen take the place of the keys.
+      keys, at: [MOST] candidates. Positions of those that are chosen take the place of the keys.
       rank: [k].
     """
 
@@ -252,6 +263,16 @@ class Scratch(NamedTuple):
     keys: Any
     at: Any
     rank: Any
+
+
+def results(topk: int) -> int:
+    """Places for the best topk: a power of two, and one for each thread."""
+    return max(THREADS, 1 << (topk - 1).bit_length())
+
+
+def most_keys(topk: int) -> int:
+    """Positions that fit into 32 bits beside a place, all ones left out."""
+    return (1 << 32) // results(topk) - 1
 
 
 def scratch_of(segments: int, size: int) -> Scratch:
@@ -344,23 +365,28 @@ def _best_of(block, where, topk, found: Segments, refs: Picked, scratch: Scratch
         for a, e, at in zip(above, equals, ats, strict=True)
     ]
     places = block.next_places(chosen, _PLACE)
+    # Position and place in one number, so that a sort moves one register a candidate.
+    digits = (size - 1).bit_length()
     for place, inside in block.mine(size):
         with block.utils.when(inside):
-            block.store(block.int(_GREATEST), scratch.keys, place)
+            block.store(block.int(-1), scratch.keys, place)
     block.wait()
     for key, at, c, place in zip(keys, ats, chosen, places, strict=True):
         with block.utils.when(c):
-            block.store(at, scratch.keys, place)
+            pair = arith.ori(arith.shli(at, block.int(digits)), place)
+            block.store(pair, scratch.keys, place)
             block.store(key, scratch.rank, place)
-    block.sort(scratch.keys, scratch.rank, size)
+    block.sort(scratch.keys, size)
     for place, inside in block.mine(size):
         with block.utils.when(inside):
-            at = block.load(scratch.keys, place)
-            none = block.equal(at, block.int(_GREATEST))
-            rank = arith.bitcast(block.f32, _flip(block, block.load(scratch.rank, place)))
+            pair = block.load(scratch.keys, place)
+            none = block.equal(pair, block.int(-1))
+            source = arith.andi(pair, block.int(size - 1))
+            rank = arith.bitcast(block.f32, _flip(block, block.load(scratch.rank, source)))
             rank = arith.select(none, block.float(float("-inf")), rank)
+            at = arith.select(none, block.int(-1), arith.shrui(pair, block.int(digits)))
             block.store(rank, refs.rank, *where, place)
-            block.store(arith.select(none, block.int(-1), at), refs.at, *where, place)
+            block.store(at, refs.at, *where, place)
     _next_floor(block, where, topk, number, over, least, last, refs)
 
 
@@ -391,7 +417,7 @@ def pick(
 
     Args:
       need_BT: int32, how many there must be.
-      state: (floor_BT, last tie_BT, rank_BTk, at_BTk), k a power of two.
+      state: (floor_BT, last tie_BT, rank_BTk, at_BTk), k of `results`.
 
     Returns:
       the state of the next round: where this one was enough the floor is inf, and ranks and

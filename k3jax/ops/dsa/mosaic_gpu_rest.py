@@ -1,8 +1,8 @@
 """Queries that the common rounds left: a block each, which scans all keys until it is done.
 
 The floor rises with each scan, since among more candidates than there is room for the k-th best of
-those that were kept is a better one. What is left after the common rounds is rare, and a kernel that
-finds nothing to do costs two microseconds; asking the host would cost a hundred.
+those that were kept is a better one. What the common rounds leave is rare, and a kernel that finds
+nothing to do costs two microseconds; asking the host would cost a hundred.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from k3jax.ops.dsa.mosaic_gpu_lanes import Lane
 from k3jax.ops.mosaic_gpu import LANE, Interpret
 from k3jax.ops.rows import Rows, Scaled
 
-WARPGROUPS = collecting.WARPGROUPS + 1
+WARPGROUPS = 4  # two that score, one that fetches, one more to pick: a power of two
 
 
 def finish(
@@ -32,7 +32,7 @@ def finish(
     topk: int,
     interpret: Interpret = False,
 ) -> tuple[Array, Array, Array, Array]:
-    """The state of `mosaic_gpu_pick.pick` once no query is left. Arguments as for it and `collect`."""
+    """The state of `pick` once no query is left. Arguments as for it and `collect`."""
     if interpret:
         return _finish_interpreted(q_BTHK, rows, w_BTH, limit_BT, need_BT, state, topk, interpret)
     batch, length = limit_BT.shape
