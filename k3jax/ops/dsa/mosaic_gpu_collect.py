@@ -10,6 +10,7 @@ warpgroup sums, the other one multiplies: they take turns.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,7 @@ class Options(NamedTuple):
       capacity: places of a segment.
       length: keys.
       page: rows of an entry of the stack.
+      run: rows of one copy.
       stages: tiles in flight.
       everything: the rank of every key is kept, [B, T, S].
       specialised: warpgroups get registers by what they do.
@@ -97,6 +99,7 @@ class Options(NamedTuple):
     capacity: int
     length: int
     page: int
+    run: int
     stages: int
     everything: bool = False
     specialised: bool = True
@@ -140,11 +143,10 @@ def scan(
             def _():
                 plgpu.barrier_wait(scratch.free.at[stage])
 
-            run = min(o.page, TILE)
-            for begin in range(0, TILE, run):
+            for begin in range(0, TILE, o.run):
                 row = tile(n) * TILE + begin
                 entry = inputs.pages[batch, lax.div(jnp.minimum(row, o.length - 1), o.page)]
-                rows, there = pl.ds(lax.rem(row, o.page), run), pl.ds(begin, run)
+                rows, there = pl.ds(lax.rem(row, o.page), o.run), pl.ds(begin, o.run)
                 for source, target in (
                     (inputs.keys, scratch.keys),
                     (inputs.factors, scratch.factors),
@@ -241,8 +243,8 @@ def refusal(q_BTHK, rows: Rows | Scaled, w_BTH, topk: int) -> str | None:
     if codes.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or q_BTHK.dtype != codes.dtype:
         return f"queries are {q_BTHK.dtype} and keys {codes.dtype}, not bfloat16 or float8_e4m3fn"
     page = codes.page
-    if codes.table_BM is not None and (page % TILE and (TILE % page or page < 16)):
-        return f"pages of {page} rows, neither a multiple of {TILE} nor 16, 32 or 64"
+    if codes.table_BM is not None and page % 8:
+        return f"pages of {page} rows, no multiple of 8"
     if isinstance(rows, Scaled) and page % 4:
         return f"an entry of {page} factors, no multiple of 16 bytes"
     if topk > MOST:
@@ -276,15 +278,17 @@ def options_of(rows: Rows | Scaled, queries: int, splits: int, capacity: int, **
     codes = rows.codes if isinstance(rows, Scaled) else rows
     size = TILE * (DIM * jnp.dtype(codes.dtype).itemsize + 4)
     stages = max(2, min(8, BUFFER_BYTES // size))
+    # A copy must not go on behind a page; behind the only one it reads zeros.
+    run = TILE if codes.table_BM is None else math.gcd(codes.page, TILE)
     keys = codes.shape[1]
-    return Options(queries, splits, capacity, keys, codes.page, stages, **others)
+    return Options(queries, splits, capacity, keys, codes.page, run, stages, **others)
 
 
 def scratch_of(rows: Rows | Scaled, o: Options) -> Scratch:
     """Types of the shared memory of a scan."""
     scaled = isinstance(rows, Scaled)
     dtype = (rows.codes if scaled else rows).dtype
-    columns, copies = o.queries * HEADS, max(1, TILE // o.page)
+    columns, copies = o.queries * HEADS, TILE // o.run
     numbers = plgpu.SMEM((WARPGROUPS, o.queries), _i32)
     return Scratch(
         q=smem((columns, DIM), dtype),
