@@ -239,14 +239,16 @@ def check_sizes(jaxpr, limit: int, views: Collection[tuple[int, ...]] = ()) -> N
 
 
 def plain_selection(spare: int = 3):
-    """A stand-in for a kernel: more places than topk, in an order of its own."""
+    """A stand-in for a kernel: more places than topk, by position, what is absent behind."""
 
     def select(q_BTHK, rows, w_BTH, positions_BT, topk):
         sizes = {"query_block": 3, "key_block": min(7, rows.shape[1])}
         rank, at = xla.streamed(q_BTHK, rows, w_BTH, positions_BT, topk, **sizes)
-        widths = [(0, 0), (0, 0), (spare, 0)]
-        rank = jnp.pad(rank[..., ::-1], widths, constant_values=-jnp.inf)
-        return rank, jnp.pad(at[..., ::-1], widths, constant_values=7)
+        late = jnp.where(rank == -jnp.inf, xla.ABSENT, at)
+        at, rank = jax.lax.sort((late, rank), num_keys=1)
+        widths = [(0, 0), (0, 0), (0, spare)]
+        rank = jnp.pad(rank, widths, constant_values=-jnp.inf)
+        return rank, jnp.pad(at, widths, constant_values=7)
 
     return select
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k3jax.ops import dsa
-from k3jax.ops.dsa import fp8, mosaic_gpu, mosaic_gpu_collect, mosaic_gpu_pick, reference, xla
+from k3jax.ops.dsa import fp8, mosaic_gpu, mosaic_gpu_collect, mosaic_gpu_pick, reference
 from k3jax.ops.dsa.mosaic_gpu_lanes import ordered, unordered
 from k3jax.ops.rows import Rows, Scaled
 
@@ -35,7 +35,8 @@ def drawn(queries, keys, seed=0):
 def select(q, rows, w, positions, topk=TOPK):
     positions = jnp.asarray(positions, jnp.int32)
     rank, at = mosaic_gpu.candidates(q, rows, w, positions, topk, interpret=True)
-    return np.asarray(xla.ascending(rank, at)[..., :topk])
+    np.testing.assert_array_equal(np.asarray(at) == -1, np.asarray(rank) == -np.inf)
+    return np.asarray(at[..., :topk])
 
 
 KINDS = {
@@ -105,10 +106,13 @@ def test_floor_is_low_enough():
     rng = np.random.default_rng(0)
     rank = jnp.asarray(rng.standard_normal((1, 3, 1024)) * 100, jnp.float32)
     wanted = jnp.int32([[1, 50, 1024]])
-    floor = np.asarray(mosaic_gpu_pick.floor(rank, wanted, interpret=True))
+    positions = jnp.full((1, 3), 5000, jnp.int32)
+    floor = np.asarray(mosaic_gpu_pick.floor(rank, wanted, positions, 512, interpret=True))
     above = (np.asarray(rank) >= floor[..., None]).sum(-1)
     assert (above >= wanted).all()
     assert (above <= np.asarray(wanted) * 1.3 + 1).all()
+    short = np.asarray(mosaic_gpu_pick.floor(rank, wanted, positions, 5001, interpret=True))
+    assert (short == -np.inf).all()
 
 
 def test_order_of_ranks():

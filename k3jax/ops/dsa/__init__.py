@@ -31,9 +31,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# name -> f(q_BTHK, rows, w_BTH, positions_BT, topk) -> (rank_BTk, at_BTk), see `candidates`; k may
-# exceed topk, then the rest has rank -inf. Any order: rows are sorted afterwards. Keys in eight
-# bits come as `Scaled`, with q in float8_e4m3fn and its factors in w (`fp8.meet`).
+# name -> f(q_BTHK, rows, w_BTH, positions_BT, topk) -> (rank_BTk, at_BTk), see `candidates`, in
+# ascending order of position and then what has rank -inf; k may exceed topk. Keys in eight bits
+# come as `Scaled`, with q in float8_e4m3fn and its factors in w (`fp8.meet`).
 SELECT: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "mosaic_gpu": mosaic_gpu.candidates,
     "mosaic_tpu": mosaic_tpu.select,
@@ -125,10 +125,10 @@ def select(
         log.debug("dsa.select: all of %d keys, topk %d", keys, topk)
         return xla.everything(positions_BT, keys, topk)
     if implementation in SELECT:
-        best = SELECT[implementation](*jax.lax.stop_gradient(inputs[:3]), positions_BT, topk)
-    else:
-        best = streamed(*inputs, query_block, key_block)
-    return xla.ascending(*best)[..., :topk]
+        kernel = SELECT[implementation]
+        rank_BTk, at_BTk = kernel(*jax.lax.stop_gradient(inputs[:3]), positions_BT, topk)
+        return jnp.where(rank_BTk == -jnp.inf, -1, at_BTk)[..., :topk]
+    return xla.ascending(*streamed(*inputs, query_block, key_block))
 
 
 def candidates(

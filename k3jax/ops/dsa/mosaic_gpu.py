@@ -19,7 +19,7 @@ from jax import Array
 
 from k3jax.ops.dsa import mosaic_gpu_collect
 from k3jax.ops.dsa.mosaic_gpu_collect import TILE, collect, ranks
-from k3jax.ops.dsa.mosaic_gpu_pick import MOST, SAMPLE, floor, most_keys, pick, results
+from k3jax.ops.dsa.mosaic_gpu_pick import MOST, SAMPLE, floor, most_keys, pick
 from k3jax.ops.dsa.mosaic_gpu_rest import finish
 from k3jax.ops.mla import blocks
 from k3jax.ops.mosaic_gpu import Interpret
@@ -80,16 +80,9 @@ def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
     floor_BT = jnp.full((batch, length), -jnp.inf, jnp.float32)
     if rows.shape[1] > PLACES:
         floor_BT = _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options)
-    width = results(topk)
-    need_BT = jnp.minimum(topk, positions_BT + 1)
-    state = (
-        floor_BT,
-        jnp.full((batch, length), jnp.iinfo(jnp.int32).max, jnp.int32),
-        jnp.full((batch, length, width), -jnp.inf, jnp.float32),
-        jnp.full((batch, length, width), -1, jnp.int32),
-    )
+    state = (floor_BT, jnp.full((batch, length), jnp.iinfo(jnp.int32).max, jnp.int32))
 
-    def one_round(q_BTHK, rows, w_BTH, positions_BT, need_BT, state):
+    def one_round(q_BTHK, rows, w_BTH, positions_BT, state):
         floor_BT, tie_BT, *_ = state
         found = collect(
             *(q_BTHK, rows, w_BTH, positions_BT, floor_BT, tie_BT),
@@ -97,18 +90,14 @@ def _block(q_BTHK, rows, w_BTH, positions_BT, topk, queries, interpret):
             capacity=PLACES // splits,
             **options,
         )
-        return pick(found, need_BT=need_BT, state=state, topk=topk, interpret=interpret)
+        return pick(found, positions_BT=positions_BT, state=state, topk=topk, interpret=interpret)
 
     # Jitted, so that its kernels are lowered once.
     one_round = one_round if interpret else jax.jit(one_round)
     for _ in range(ROUNDS):
-        state = one_round(q_BTHK, rows, w_BTH, positions_BT, need_BT, state)
-    _, _, rank_BTk, at_BTk = finish(
-        *(q_BTHK, rows, w_BTH, positions_BT),
-        need_BT=need_BT,
-        state=state,
-        topk=topk,
-        interpret=interpret,
+        state = one_round(q_BTHK, rows, w_BTH, positions_BT, state)
+    *_, rank_BTk, at_BTk = finish(
+        *(q_BTHK, rows, w_BTH, positions_BT), state=state, topk=topk, interpret=interpret
     )
     return rank_BTk, at_BTk
 
@@ -134,8 +123,7 @@ def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options):
     expected_B1 = topk * share_B1
     wanted_B1 = jnp.ceil(expected_B1 + SPREADS * jnp.sqrt(expected_B1)).astype(jnp.int32)
     wanted_BT = jnp.broadcast_to(wanted_B1, positions_BT.shape)
-    floor_BT = floor(rank_BTS, wanted_BT, interpret=options["interpret"])
-    return jnp.where(positions_BT < PLACES, -jnp.inf, floor_BT)
+    return floor(rank_BTS, wanted_BT, positions_BT, PLACES, interpret=options["interpret"])
 
 
 def _views(rows: Rows | Scaled) -> tuple[Rows, ...]:

@@ -111,10 +111,11 @@ def scan(
     """A block's part, inside a kernel of three warpgroups."""
     warpgroup = lax.axis_index("warpgroup")
     first, columns, layer = group * o.queries, o.queries * HEADS, inputs.layer[0]
-    # A query that has what it needs (its floor is inf) sees no key.
+    # A query that has what it needs (its floor is NaN) sees no key.
+    floors = [inputs.floor[batch, first + x] for x in range(o.queries)]
     limits = [
-        jnp.where(inputs.floor[batch, first + x] < jnp.inf, inputs.limit[batch, first + x], -1)
-        for x in range(o.queries)
+        jnp.where(floor == floor, inputs.limit[batch, first + x], -1)
+        for x, floor in enumerate(floors)
     ]
     last = functools.reduce(jnp.maximum, limits)
     last = jnp.int32(o.length - 1) if o.everything else jnp.minimum(last, o.length - 1)
@@ -335,7 +336,7 @@ def collect(
       q_BTHK, rows, w_BTH: as a kernel of `k3jax.ops.dsa.SELECT` gets them; T a multiple of
         ``queries``.
       limit_BT: int32 last key that competes, -1 for none.
-      floor_BT: float32; nothing is kept where it is inf.
+      floor_BT: float32; nothing is kept where it is NaN.
       tie_BT: int32 last key that is kept among those whose rank is the floor.
       queries: of a block, 1, 2, 4 or 8.
       splits: blocks that share the keys.

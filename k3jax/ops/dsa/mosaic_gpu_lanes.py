@@ -9,6 +9,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.ops.dsa import xla
@@ -128,7 +129,8 @@ def keep(
       limits_s, floors_s, ties_s: last position (int32), floor (float32) and last tie (int32), of
         each warpgroup [2, queries].
       start: position of the first key.
-      everything: every rank goes to ``rank_g[batch, query, position]`` instead.
+      everything: every rank goes to ``rank_g[batch, query, position]`` instead, -inf past the
+        last position.
     """
     if interpret:
         return _keep_interpreted(
@@ -246,9 +248,12 @@ def _keep_interpreted(
     for x in range(queries):
         rank_M = rank_MT[:, x]
         if everything:
-            row = rank_g[batch, first + x]
             rank_M = jnp.where(at_M <= limits_s[warpgroup, x], rank_M, -jnp.inf)
-            rank_g[batch, first + x] = row.at[at_M].set(rank_M, mode="drop")
+
+            @pl.when(start < length)  # a multiple of a warpgroup's keys
+            def _(x=x, rank_M=rank_M):
+                rank_g[batch, first + x, pl.ds(start, rank_M.shape[0])] = rank_M
+
             continue
         floor = floors_s[warpgroup, x]
         above = (rank_M > floor) | ((rank_M == floor) & (at_M <= ties_s[warpgroup, x]))

@@ -199,9 +199,9 @@ def _flip(block, key):
     return arith.xori(key, mask)
 
 
-def _floor_kernel(rank_g, wanted_g, key_g, counters_s, sums_s):
-    @plgpu.inline_mgpu(arg_types=(*[REF] * 5, SCALAR, SCALAR))
-    def body(_, rank_g, wanted_g, key_g, counters_s, sums_s, batch, query):
+def _floor_kernel(rank_g, wanted_g, position_g, floor_g, counters_s, sums_s, *, least):
+    @plgpu.inline_mgpu(arg_types=(*[REF] * 6, SCALAR, SCALAR))
+    def body(_, rank_g, wanted_g, position_g, floor_g, counters_s, sums_s, batch, query):
         block = Block(THREADS, counters_s, sums_s)
         where = (block.scalar(batch), block.scalar(query))
         places = block.mine(block.shape(rank_g)[-1])
@@ -210,37 +210,53 @@ def _floor_kernel(rank_g, wanted_g, key_g, counters_s, sums_s):
         # 8 bits of the mantissa are enough: the floor may be a little lower than asked for.
         there = [inside for _, inside in places]
         limit = block.greatest(keys, there, block.load(wanted_g, *where), low=15)
+        value = block.arith.bitcast(block.f32, _flip(block, limit))
+        none = block.arith.ori(
+            block.less(block.load(position_g, *where), least), block.less(limit, _NONE + 1)
+        )
+        value = block.arith.select(none, block.float(float("-inf")), value)
         with block.utils.when(block.equal(block.thread, block.int(0))):
-            block.store(limit, key_g, *where)
+            block.store(value, floor_g, *where)
 
-    refs = (rank_g, wanted_g, key_g, counters_s, sums_s)
+    refs = (rank_g, wanted_g, position_g, floor_g, counters_s, sums_s)
     body(*refs, lax.axis_index("batch"), lax.axis_index("query"))
 
 
-def floor(rank_BTS: Array, wanted_BT: Array, *, interpret: Interpret = False) -> Array:
-    """float32_BT that at least ``wanted`` of the ranks are not below, and few more; -inf where
-    there are not so many. S a multiple of `THREADS`, at most `SAMPLE`."""
+def floor(
+    rank_BTS: Array,
+    wanted_BT: Array,
+    positions_BT: Array,
+    least: int,
+    *,
+    interpret: Interpret = False,
+) -> Array:
+    """float32_BT that at least ``wanted`` of the ranks are not below, and few more.
+
+    -inf where there are not so many, and for positions below ``least``. S a multiple of `THREADS`,
+    at most `SAMPLE`.
+    """
     batch, length, _ = rank_BTS.shape
     if interpret:
         falling = -jnp.sort(-rank_BTS, axis=-1)
-        value = jnp.take_along_axis(falling, wanted_BT[..., None] - 1, -1)[..., 0]
-        key_BT = ordered(value) & ~0x7FFF
-    else:
-        shape = jax.ShapeDtypeStruct((batch, length), _i32)
-        scratch = scratch_of(1, 1)[:2]
-        key_BT = _kernel(_floor_kernel, batch, length, shape, scratch)(rank_BTS, wanted_BT)
-    return jnp.where(key_BT <= _NONE, -jnp.inf, unordered(key_BT))
+        value_BT = jnp.take_along_axis(falling, wanted_BT[..., None] - 1, -1)[..., 0]
+        key_BT = ordered(value_BT) & ~0x7FFF
+        few_BT = (key_BT <= _NONE) | (positions_BT < least)
+        return jnp.where(few_BT, -jnp.inf, unordered(key_BT))
+    shape = jax.ShapeDtypeStruct((batch, length), jnp.float32)
+    body = functools.partial(_floor_kernel, least=least)
+    kernel = _kernel(body, batch, length, shape, scratch_of(1, 1)[:2])
+    return kernel(rank_BTS, wanted_BT, positions_BT)
 
 
 class Picked(NamedTuple):
     """What `best_of` reads and writes, as references.
 
     Attributes:
-      need: [B, T], see `pick`.
+      position: [B, T], see `pick`.
       floor, tie, rank, at: the state.
     """
 
-    need: Any
+    position: Any
     floor: Any
     tie: Any
     rank: Any
@@ -291,8 +307,8 @@ def best_of(found: Segments, refs: Picked, scratch: Scratch, batch, query, topk:
         found, picked, scratch = Segments(*refs[:3]), Picked(*refs[3:8]), Scratch(*refs[8:])
         lane = Lane()
         where = (lane.scalar(batch), lane.scalar(query))
-        floor, inf = lane.load(picked.floor, *where), lane.float(float("inf"))
-        unfinished = lane.arith.cmpf(lane.arith.CmpFPredicate.OLT, floor, inf)
+        floor = lane.load(picked.floor, *where)
+        unfinished = lane.arith.cmpf(lane.arith.CmpFPredicate.ORD, floor, floor)
         with lane.utils.when(unfinished):
             block = Block(threads, scratch.counters, scratch.sums)
             _best_of(block, where, topk, found, picked, scratch)
@@ -391,14 +407,15 @@ def _best_of(block, where, topk, found: Segments, refs: Picked, scratch: Scratch
 
 
 def _next_floor(block, where, topk, found, over, least, last, refs: Picked):
-    """What the next round needs: inf if this one was enough; the k-th best of what there was room
+    """What the next round needs: NaN if this one was enough; the k-th best of what there was room
     for, which is no more than the true k-th best; or everything if too few lay above the floor."""
     arith = block.arith
     over = arith.cmpi(arith.CmpIPredicate.ne, over, block.int(0))
     many = block.not_less(found, block.int(topk))
-    few = block.less(found, block.load(refs.need, *where))
+    keys = block.add(block.load(refs.position, *where), 1)
+    few = block.less(found, arith.minsi(keys, block.int(topk)))
     value = arith.bitcast(block.f32, _flip(block, least))
-    floor, tie = block.float(float("inf")), block.int(2**31 - 1)
+    floor, tie = block.float(float("nan")), block.int(_GREATEST)
     again = arith.andi(over, many)
     floor = arith.select(again, value, floor)
     tie = arith.select(again, last, tie)
@@ -411,32 +428,37 @@ def _next_floor(block, where, topk, found, over, least, last, refs: Picked):
 
 
 def pick(
-    found: Segments, *, need_BT: Array, state, topk: int, interpret: Interpret = False
+    found: Segments, *, positions_BT: Array, state, topk: int, interpret: Interpret = False
 ) -> tuple[Array, Array, Array, Array]:
-    """The best ``topk`` candidates of each query whose floor is not inf, equal ranks by position.
+    """The best ``topk`` candidates of each query whose floor is not NaN, equal ranks by position.
 
     Args:
-      need_BT: int32, how many there must be.
-      state: (floor_BT, last tie_BT, rank_BTk, at_BTk), k of `results`.
+      positions_BT: int32; there must be topk candidates, or all keys up to the position.
+      state: (floor_BT, last tie_BT), and after the first round also (rank_BTk, at_BTk), k of
+        `results`.
 
     Returns:
-      the state of the next round: where this one was enough the floor is inf, and ranks and
+      the state of the next round: where this one was enough the floor is NaN, and ranks and
       positions are there, by position, then -inf and -1. Else floor and tie are those of the k-th
       best candidate there was room for, or -inf if too few were found.
     """
     if interpret:
-        return _pick_interpreted(found, need_BT, state, topk)
+        return _pick_interpreted(found, positions_BT, state, topk)
     batch, length, segments, _ = found.rank_BTnc.shape
-    refs = [jax.new_ref(x) for x in state]
-    scratch = scratch_of(segments, state[-1].shape[-1])
+    scratch = scratch_of(segments, results(topk))
 
     def body(*refs):
         found, picked, scratch = Segments(*refs[:3]), Picked(*refs[3:8]), Scratch(*refs[8:])
         where = (lax.axis_index("batch"), lax.axis_index("query"))
         best_of(found, picked, scratch, *where, topk, THREADS)
 
-    _kernel(body, batch, length, (), scratch)(*found, need_BT, *refs)
-    return tuple(ref[...] for ref in refs)
+    refs = [jax.new_ref(x) for x in state]
+    # The first round writes every result, so nothing has to stand there before.
+    shape = (batch, length, results(topk))
+    outputs = (jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, _i32))
+    outputs = outputs if len(refs) == 2 else ()
+    made = _kernel(body, batch, length, outputs, scratch)(*found, positions_BT, *refs)
+    return (*[ref[...] for ref in refs], *(made if outputs else ()))
 
 
 def _kernel(body, batch, length, outputs, scratch):
@@ -452,8 +474,12 @@ def _kernel(body, batch, length, outputs, scratch):
     )
 
 
-def _pick_interpreted(found: Segments, need_BT, state, topk: int):
+def _pick_interpreted(found: Segments, positions_BT, state, topk: int):
     """`pick` as a plain sort of arrays."""
+    need_BT = jnp.minimum(topk, positions_BT + 1)
+    if len(state) == 2:
+        shape = (*positions_BT.shape, results(topk))
+        state = (*state, jnp.zeros(shape), jnp.zeros(shape, _i32))
     floor_BT, tie_BT, best_BTk, kept_BTk = state
     capacity = found.rank_BTnc.shape[-1]
     inside = jnp.arange(capacity) < found.count_BTn[..., None]
@@ -475,10 +501,10 @@ def _pick_interpreted(found: Segments, need_BT, state, topk: int):
     many = found_BT >= topk
     again = over_BT & many
     lost = ((over_BT & ~many) | (found_BT < need_BT)) & ~again
-    floor = jnp.where(again, least, jnp.where(lost, -jnp.inf, jnp.inf))
+    floor = jnp.where(again, least, jnp.where(lost, -jnp.inf, jnp.nan))
     at, rank = lax.sort((at, rank), num_keys=1)
     at = jnp.where(at == big, -1, at)
-    done = floor_BT == jnp.inf
+    done = jnp.isnan(floor_BT)
     return (
         jnp.where(done, floor_BT, floor),
         jnp.where(done, tie_BT, jnp.where(again, tie, big)),

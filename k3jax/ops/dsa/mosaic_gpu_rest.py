@@ -25,22 +25,21 @@ def finish(
     q_BTHK: Array,
     rows: Rows | Scaled,
     w_BTH: Array,
-    limit_BT: Array,
+    positions_BT: Array,
     *,
-    need_BT: Array,
     state,
     topk: int,
     interpret: Interpret = False,
 ) -> tuple[Array, Array, Array, Array]:
     """The state of `pick` once no query is left. Arguments as for it and `collect`."""
     if interpret:
-        return _finish_interpreted(q_BTHK, rows, w_BTH, limit_BT, need_BT, state, topk, interpret)
-    batch, length = limit_BT.shape
+        return _finish_interpreted(q_BTHK, rows, w_BTH, positions_BT, state, topk, interpret)
+    batch, length = positions_BT.shape
     options = collecting.options_of(rows, 1, 1, picking.MOST, specialised=False)
     # Room for tiles is what the candidates leave.
     options = options._replace(stages=2)
     refs = [jax.new_ref(x) for x in state]
-    inputs = collecting.inputs_of(q_BTHK, rows, w_BTH, limit_BT, *refs[:2])
+    inputs = collecting.inputs_of(q_BTHK, rows, w_BTH, positions_BT, *refs[:2])
     scan_types = collecting.scratch_of(rows, options)
     segments = collecting.WARPGROUPS
     pick_types = picking.scratch_of(segments, state[-1].shape[-1])
@@ -51,8 +50,8 @@ def finish(
         refs = list(refs)
         take = lambda n: [refs.pop(0) for _ in range(n)]  # noqa: E731
         scanned = collecting.unpacked(inputs, take(len(read)))
-        need, rank, at = take(3)
-        picked = picking.Picked(need, scanned.floor, scanned.tie, rank, at)
+        rank, at = take(2)
+        picked = picking.Picked(scanned.limit, scanned.floor, scanned.tie, rank, at)
         found = collecting.Segments(*take(3))
         scan_scratch = collecting.unpacked(scan_types, take(len(types)))
         pick_scratch = picking.Scratch(*refs)
@@ -69,7 +68,7 @@ def finish(
             _meet()
             return scanned.floor[where]
 
-        lax.while_loop(lambda floor: floor < jnp.inf, again, scanned.floor[where])
+        lax.while_loop(lambda floor: floor == floor, again, scanned.floor[where])
 
     plgpu.kernel(
         body,
@@ -82,7 +81,7 @@ def finish(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=LANE, approx_math=True, unsafe_no_auto_barriers=True
         ),
-    )(*read, need_BT, *refs[2:])
+    )(*read, *refs[2:])
     return tuple(ref[...] for ref in refs)
 
 
@@ -96,14 +95,16 @@ def _meet():
     body()
 
 
-def _finish_interpreted(q_BTHK, rows, w_BTH, limit_BT, need_BT, state, topk, interpret):
-    while bool((state[0] < jnp.inf).any()):
+def _finish_interpreted(q_BTHK, rows, w_BTH, positions_BT, state, topk, interpret):
+    while not bool(jnp.isnan(state[0]).all()):
         found = collecting.collect(
-            *(q_BTHK, rows, w_BTH, limit_BT, *state[:2]),
+            *(q_BTHK, rows, w_BTH, positions_BT, *state[:2]),
             queries=1,
             splits=1,
             capacity=picking.MOST,
             interpret=interpret,
         )
-        state = picking.pick(found, need_BT=need_BT, state=state, topk=topk, interpret=interpret)
+        state = picking.pick(
+            found, positions_BT=positions_BT, state=state, topk=topk, interpret=interpret
+        )
     return state
