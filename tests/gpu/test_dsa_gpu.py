@@ -16,9 +16,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[jnp.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
+SIZES = {"heads": 32, "width": 128}
+FORMS = {
+    "bfloat16": Selection("mosaic_gpu", jnp.bfloat16, tile=8, **SIZES),
+    "float8": Selection("mosaic_gpu", FLOAT8, tile=32, **SIZES),
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
 def implementation(request):
-    return Selection("mosaic_gpu", request.param, heads=32, width=128, tile=8)
+    return request.param
 
 
 class TestSelect(SelectContract):

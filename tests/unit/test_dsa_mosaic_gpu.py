@@ -142,6 +142,14 @@ def test_refusals(change, reason):
     assert reason in said
 
 
+def test_factors_need_larger_pages():
+    rows = Rows.of(jnp.zeros((4, 16, K), jnp.float8_e4m3fn), None, jnp.zeros((1, 4), jnp.int32))
+    factors = Rows.of(jnp.zeros((4, 16, 1), jnp.float32), None, rows.table_BM)
+    q = jnp.zeros((1, 1, H, K), jnp.float8_e4m3fn)
+    said = mosaic_gpu.refusal(q, Scaled(rows, factors), None, 16)
+    assert said == "pages of 16 rows, no multiple of 32"
+
+
 def test_tiles_change_places():
     """Blocks take every tile once, whatever their number."""
     for splits in (1, 3, 8, 128):

@@ -244,8 +244,9 @@ def refusal(q_BTHK, rows: Rows | Scaled, w_BTH, topk: int) -> str | None:
     if codes.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or q_BTHK.dtype != codes.dtype:
         return f"queries are {q_BTHK.dtype} and keys {codes.dtype}, not bfloat16 or float8_e4m3fn"
     page = codes.page
-    if codes.table_BM is not None and page % 8:
-        return f"pages of {page} rows, no multiple of 8"
+    rows_of_copy = 32 if isinstance(rows, Scaled) else 8  # factors go to 128 bytes each time
+    if codes.table_BM is not None and page % rows_of_copy:
+        return f"pages of {page} rows, no multiple of {rows_of_copy}"
     if isinstance(rows, Scaled) and page % 4:
         return f"an entry of {page} factors, no multiple of 16 bytes"
     if topk > MOST:
