@@ -14,7 +14,7 @@ The subtracted maximum of a head moves only when scores exceed it by 8 powers of
 below 256, with the same relative precision, and o is hardly ever rescaled.
 
 Few queries leave the chip empty, so their keys are cut into parts for blocks of their own, whose
-outputs are merged outside.
+outputs a second kernel merges.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ ORDER = (8, 0, 4, 1, 5, 2, 6, 3, 7)
 TILES = WIDTH // parts.CHUNK // 2  # chunks of o of one warpgroup
 SHARED = 232448  # bytes
 SLACK = 8.0  # powers of two that scores may exceed their maximum by
+MERGED = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=4)
 LOWEST = -1e30  # a maximum before the first score
 
 _f32, _bf16, _i32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -256,15 +257,37 @@ def _kernel(
             parts.store_transposed(x * factor, to, interpret=interpret)
 
 
-def _merge(o_USHW, lse_USH):
+def _merge_kernel(o_g, lse_g, merged_g, total_g):
+    """One head of one query: a thread has 4 of the 512 columns, of every part."""
+    unit, head = lax.axis_index("unit"), lax.axis_index("head")
+    lse = [lse_g[unit, s, head] for s in range(lse_g.shape[1])]
+    top = functools.reduce(jnp.maximum, lse)
+    safe = jnp.where(top == -jnp.inf, 0.0, top)
+    shares = [jnp.exp2((x - safe) * LOG2E) for x in lse]
+    whole = functools.reduce(lax.add, shares)
+    parts_o = [
+        plgpu.load(o_g.at[unit, s, head], layout=MERGED, optimized=False) * share
+        for s, share in enumerate(shares)
+    ]
+    seen = whole > 0
+    merged_g[unit, head] = functools.reduce(lax.add, parts_o) * jnp.where(seen, 1.0 / whole, 0.0)
+    total_g[unit, head] = jnp.where(seen, safe + jnp.log2(whole) * (1 / LOG2E), -jnp.inf)
+
+
+def _merge(o_USHW, lse_USH, *, interpret):
     """Outputs of parts of the keys, and their log-sum-exps, as those of all keys."""
-    top_UH = jnp.max(lse_USH, axis=1)
-    safe_UH = jnp.where(top_UH == -jnp.inf, 0.0, top_UH)
-    part_USH = jnp.exp(lse_USH - safe_UH[:, None])
-    whole_UH = jnp.sum(part_USH, axis=1)
-    share_USH = part_USH / jnp.where(whole_UH > 0, whole_UH, 1.0)[:, None]
-    o_UHW = jnp.sum(o_USHW * share_USH[..., None], axis=1)
-    return o_UHW, jnp.where(whole_UH > 0, safe_UH + jnp.log(whole_UH), -jnp.inf)
+    units, _, heads, _ = o_USHW.shape
+    return plgpu.kernel(
+        _merge_kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((units, heads, WIDTH), _f32),
+            jax.ShapeDtypeStruct((units, heads), _f32),
+        ],
+        grid=(heads, units),
+        grid_names=("head", "unit"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LANE, approx_math=True),
+        interpret=mode(interpret),
+    )(o_USHW, lse_USH)
 
 
 def latent(
@@ -343,6 +366,9 @@ def latent(
         where_UX,
         page_BM * rows.page,
     )
-    o_UHW, lse_UH = (o_USHW[:, 0], lse_USH[:, 0]) if splits == 1 else _merge(o_USHW, lse_USH)
+    if splits == 1:
+        o_UHW, lse_UH = o_USHW[:, 0], lse_USH[:, 0]
+    else:
+        o_UHW, lse_UH = _merge(o_USHW, lse_USH, interpret=interpret)
     o_BTHW = o_UHW[:, :heads, :width].reshape(batch, queries, heads, width)
     return o_BTHW, lse_UH[:, :heads].reshape(batch, queries, heads)
