@@ -19,10 +19,10 @@ INDEX_HEADS, INDEX_DIM, NOPE, ROPE, LATENT, VALUE = 32, 128, 128, 64, 512, 128
 HEADS, SHARE = 96, 12  # all heads of K3, and those of one device among eight
 GIB = 2**30
 # Bytes of temporaries of a chunk of 4,096 tokens. Measured: 408 MB with 96 heads (absorbed queries
-# and attended rows of 1,024 tokens, selected rows), 103 MB with 12.
+# and attended rows of 1,024 tokens, selected rows), 114 MB with 12.
 PREFILL = {HEADS: 0.5e9, SHARE: 0.15e9}
 DECODE = 1e6  # measured: 0.46 MB at most
-PAGED = 0.02e9  # measured: 15 MB (128 queries of two sequences)
+PAGED = 0.02e9  # measured: 16.2 MB (128 queries of two sequences)
 
 
 def caches(keys, batch=1, page=None):
