@@ -80,7 +80,8 @@ def ring(heads: int) -> int:
 
 def _kernel(
     q_g, stack_g, where_g, bases_g, o_g, lse_g,
-    q_s, ring_s, p_s, bias_s, top_s, scale_s, weight_s, scratch_s, need_s, arrived, filled, free, meet,
+    q_s, ring_s, p_s, bias_s, top_s, scale_s, weight_s, scratch_s, need_s,
+    arrived, filled, free, meet,
     *, kind, queries, keys, splits, page, scale, interpret,
 ):  # fmt: skip
     unit, split, part = (lax.axis_index(x) for x in ("unit", "split", "heads"))
@@ -111,7 +112,6 @@ def _kernel(
                 *(begin + n, kind, where_g, bases_g, bias_s.at[lax.rem(n, _i32(2))]),
                 *(unit, batch, limit),
                 page=page,
-                ahead=False,
                 interpret=interpret,
             )
 
@@ -247,7 +247,8 @@ def _kernel(
         seen = weight > 0
         top = plgpu.load(top_s.at[own], layout=COLUMNS)
         lse = jnp.where(seen, (top + jnp.log2(weight)) * (1 / LOG2E), -jnp.inf)
-        lse_g[unit, split, pl.ds(part * heads + warpgroup * half, half)] = lse
+        lse_w = lse_g.at[unit, split, pl.ds(part * heads + warpgroup * half, half)]
+        parts.store_columns(lse, lse_w, interpret=interpret)
         top_s[own] = jnp.where(seen, 1.0 / weight, 0.0)
         meeting(0)
         factor = by_column(plgpu.load(top_s, layout=COLUMNS), wide)

@@ -5,7 +5,10 @@ Each has a plain form for interpret mode, which knows no `plgpu.inline_mgpu`.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,7 +49,7 @@ def place(s, page: int, base):
     return base(s // page) + s % page
 
 
-def rows(block, kind, where_g, bases_g, bias_w, unit, batch, limit, *, page, ahead, interpret):
+def rows(block, kind, where_g, bases_g, bias_w, unit, batch, limit, *, page, interpret):
     """Flat rows of a block of keys, `ABSENT` where there is none; what is added to their scores.
 
     Args:
@@ -70,8 +73,7 @@ def rows(block, kind, where_g, bases_g, bias_w, unit, batch, limit, *, page, ahe
         safe = jnp.where(seen, at, 0)
         bases = bases_g[batch]
         return jnp.where(seen, bases[safe // page] + safe % page, ABSENT)
-    del ahead
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, arith, _, _, mgpu, utils = _mgpu()
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), *[SCALAR] * 4),
@@ -106,8 +108,6 @@ def rows(block, kind, where_g, bases_g, bias_w, unit, batch, limit, *, page, ahe
             with ir.InsertionPoint(branch.then_block):
                 memref.store(low, bias, [index(row)])
                 scf.yield_([])
-        import numpy as np
-
         vector = ir.VectorType.get((1,), i32)
         from jax._src.lib.mlir.dialects import vector as vector_dialect
 
@@ -131,7 +131,7 @@ def copy(stack_g, found, chunk, to_w, *, interpret):
 
         lax.fori_loop(0, BLOCK, one, ())
         return
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, arith, llvm, nvvm, _, utils = _mgpu()
     width = stack_g.shape[1]
 
     @plgpu.inline_mgpu(
@@ -194,7 +194,7 @@ def above(x_MN, limit: float, *, interpret):
     """1 where any element of a warpgroup's matrix is above ``limit``, else 0."""
     if interpret:
         return jnp.any(x_MN > limit).astype(_i32)
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, arith, _, _, mgpu, utils = _mgpu()
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((), _i32, layout=SCALAR)
@@ -247,14 +247,14 @@ def _reduce(op, x_MN, layout, scratch_w):
 
 
 def own_size(columns: int) -> int:
-    """Numbers of a warpgroup's sums that each thread keeps for itself in shared memory, over its
-    own rows: registers are all taken."""
+    """Size of a warpgroup's sums: each thread keeps its own in shared memory, over its own rows,
+    as registers are all taken."""
     return columns // 4 * THREADS
 
 
 def _own(ref_w, columns, update, arg_types=(), args=()):
     """Each pair of a thread's sums becomes update(pair number, pair, ...)."""
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, arith, llvm, _, _, utils = _mgpu()
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *arg_types))
     def change(_, ref, *args):
@@ -263,17 +263,17 @@ def _own(ref_w, columns, update, arg_types=(), args=()):
         base = utils.getelementptr(utils.memref_ptr(ref), [thread], pair)
         for j in range(columns // 8):
             at = utils.getelementptr(base, [j * THREADS], pair)
-            load = lambda at=at: llvm.load(pair, at)
-            llvm.store(update(j, load, *args), at)
+            llvm.store(update(j, functools.partial(llvm.load, pair, at), *args), at)
 
     change(ref_w, *args)
 
 
 def clear_own(ref_w, columns, *, interpret):
+    """Sets a warpgroup's sums to 0."""
     if interpret:
         ref_w[pl.ds(0, columns)] = jnp.zeros((columns,), jnp.float32)
         return
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, _, _, _, _, utils = _mgpu()
 
     def zero(j, load):
         from jax._src.lib.mlir.dialects import vector
@@ -285,11 +285,12 @@ def clear_own(ref_w, columns, *, interpret):
 
 
 def scale_own(ref_w, factor_N, *, interpret):
+    """Multiplies a warpgroup's sums by a factor a column."""
     columns = factor_N.shape[0]
     if interpret:
         ref_w[pl.ds(0, columns)] = ref_w[pl.ds(0, columns)] * factor_N
         return
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    _, arith, _, _, _, _ = _mgpu()
 
     def scale(j, load, factor):
         return arith.mulf(load(), factor.registers.flat[j])
@@ -298,11 +299,12 @@ def scale_own(ref_w, factor_N, *, interpret):
 
 
 def add_own(ref_w, x_MN, *, interpret):
+    """Adds each thread's elements of a matrix to its sums."""
     columns = x_MN.shape[1]
     if interpret:
         ref_w[pl.ds(0, columns)] = ref_w[pl.ds(0, columns)] + jnp.sum(x_MN, axis=0)
         return
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    _, arith, _, _, _, _ = _mgpu()
 
     def add(j, load, x):
         low, high = x.registers[0, j, 0, 0, :, 0, 0, 0, 0]
@@ -315,14 +317,13 @@ def total(ref_w, columns, scratch_w, *, interpret):
     """The sums over all rows, in `COLUMNS`."""
     if interpret:
         return ref_w[pl.ds(0, columns)]
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, arith, llvm, _, mgpu, utils = _mgpu()
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=COLUMNS),
     )
     def reduce(_, ref, scratch):
-        import numpy as np
         from jax._src.lib.mlir.dialects import vector as vector_dialect
 
         pair = ir.VectorType.get((2,), ir.F32Type.get())
@@ -346,7 +347,7 @@ def store_transposed(x_MN, to_g, *, interpret):
     if interpret:
         to_g[...] = x_MN.T
         return
-    ir, arith, llvm, nvvm, mgpu, utils = _mgpu()
+    ir, arith, llvm, _, _, utils = _mgpu()
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def store(_, x, to):
@@ -363,7 +364,7 @@ def store_transposed(x_MN, to_g, *, interpret):
         base = utils.getelementptr(
             utils.memref_ptr(to), [arith.addi(row, arith.muli(column, c(stride)))], f32
         )
-        for (_, j, _, _, i, *_), register in _enumerate(x.registers):
+        for (_, j, _, _, i, *_), register in np.ndenumerate(x.registers):
             for e in range(2):
                 value = vector_dialect.extract(
                     register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e])
@@ -374,7 +375,14 @@ def store_transposed(x_MN, to_g, *, interpret):
     store(x_MN, to_g)
 
 
-def _enumerate(array):
-    import numpy as np
+def store_columns(x_N, to_g, *, interpret):
+    """Writes `COLUMNS` to global memory, any number of bytes: a plain store wants whole lines."""
+    if interpret:
+        to_g[...] = x_N
+        return
 
-    return np.ndenumerate(array)
+    @plgpu.inline_mgpu(arg_types=(COLUMNS, plgpu.RefType()))
+    def store(_, x, to):
+        x.store_untiled(to, optimized=False)
+
+    store(x_N, to_g)
