@@ -183,7 +183,8 @@ def _kernel(
             x = scores(first) * (scale * LOG2E)
             # Only behind the first chunk of a step is this there.
             bias = plgpu.load(bias_s.at[lax.rem(n, _i32(2))], layout=ROWS)
-            x = x + by_row(bias, shape)
+            # Not a sum: a query without rows may hold NaN.
+            x = jnp.where(by_row(bias, shape) < 0, -jnp.inf, x)
             top = plgpu.load(top_s.at[own], layout=COLUMNS)
             need_s[warpgroup] = parts.above(x - by_column(top, shape), SLACK, interpret=interpret)
             meeting(0)  # after this one nobody reads the weights before
@@ -244,7 +245,7 @@ def _kernel(
         carry = (*[zeros(wide) for _ in range(TILES)], _i32(0))
         *o, _ = lax.fori_loop(0, count, step, carry)
         weight = parts.total(weight_s.at[warpgroup], half, scratch, interpret=interpret)
-        seen = weight > 0
+        seen = weight != 0  # true for a NaN
         top = plgpu.load(top_s.at[own], layout=COLUMNS)
         lse = jnp.where(seen, (top + jnp.log2(weight)) * (1 / LOG2E), -jnp.inf)
         lse_w = lse_g.at[unit, split, pl.ds(part * heads + warpgroup * half, half)]
@@ -270,7 +271,7 @@ def _merge_kernel(o_g, lse_g, merged_g, total_g):
         plgpu.load(o_g.at[unit, s, head], layout=MERGED, optimized=False) * share
         for s, share in enumerate(shares)
     ]
-    seen = whole > 0
+    seen = whole != 0  # true for a NaN
     merged_g[unit, head] = functools.reduce(lax.add, parts_o) * jnp.where(seen, 1.0 / whole, 0.0)
     total_g[unit, head] = jnp.where(seen, safe + jnp.log2(whole) * (1 / LOG2E), -jnp.inf)
 
