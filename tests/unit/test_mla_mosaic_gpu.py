@@ -52,8 +52,10 @@ def test_rows_of_a_stack(kind, heads, page, splits):
     data = jnp.asarray(rng.normal(0, 1, (1, keys, 576)), jnp.bfloat16)
     data = jnp.where(seen.any(1)[..., None], data, jnp.asarray(jnp.nan, jnp.bfloat16))
     q = jnp.asarray(q, jnp.bfloat16)
+    rows = stacked(Rows.of(data), page)
+    assert isinstance(rows, Rows)
     o, lse = mosaic_gpu.latent(
-        q, stacked(Rows.of(data), page), (kind, jnp.asarray(where, jnp.int32)),
+        q, rows, (kind, jnp.asarray(where, jnp.int32)),
         scale=SCALE, width=512, splits=splits, interpret=True,
     )  # fmt: skip
     assert o.dtype == lse.dtype == jnp.float32

@@ -3,6 +3,8 @@
 Each has a plain form for interpret mode, which knows no `plgpu.inline_mgpu`.
 """
 
+# `inline_mgpu` takes the context away from what it wraps; its types do not say so.
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import functools
