@@ -13,7 +13,9 @@ from k3jax.ops.dsa import mosaic_tpu, reference, xla
 from k3jax.ops.rows import Rows
 
 H, K = 4, 128
-RANK = 1e-6  # of the largest score, between the kernel's sum over heads and another; measured 2e-7
+RANK = (
+    1e-6  # of the largest score, between the kernel's sum over heads and another; measured 7.7e-8
+)
 
 kernel = functools.partial(mosaic_tpu.select, interpret=True)
 
