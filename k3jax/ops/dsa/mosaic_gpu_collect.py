@@ -43,9 +43,9 @@ class Segments(NamedTuple):
       count_BTn: int32 keys that belonged there; those past c were dropped.
     """
 
-    rank_BTnc: Array
-    at_BTnc: Array
-    count_BTn: Array
+    rank_BTnc: Any
+    at_BTnc: Any
+    count_BTn: Any
 
 
 class Inputs(NamedTuple):
@@ -344,7 +344,8 @@ def collect(
       capacity: places of a segment.
     """
     options = options_of(rows, queries, splits, capacity)
-    return _call(segments_of(*limit_BT.shape, options), options, interpret)(
+    batch, length = limit_BT.shape
+    return _call(segments_of(batch, length, options), options, interpret)(
         rows, inputs_of(q_BTHK, rows, w_BTH, limit_BT, floor_BT, tie_BT)
     )
 

@@ -219,7 +219,8 @@ def _floor_kernel(rank_g, wanted_g, position_g, floor_g, counters_s, sums_s, *, 
             block.store(value, floor_g, *where)
 
     refs = (rank_g, wanted_g, position_g, floor_g, counters_s, sums_s)
-    body(*refs, lax.axis_index("batch"), lax.axis_index("query"))
+    where = (lax.axis_index("batch"), lax.axis_index("query"))
+    body(*refs, *where)  # pyright: ignore[reportCallIssue]  # it passes the first one itself
 
 
 def floor(
