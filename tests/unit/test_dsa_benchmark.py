@@ -58,6 +58,14 @@ def test_rows_as_a_table_and_as_json(tmp_path, capsys):
     assert "attention: xla (no kernel for cpu)" in text
 
 
+def test_index_keys_in_eight_bits(tmp_path):
+    code, found = run(tmp_path, "--rows", "^(select|layer) fp8")
+    assert code == 0
+    assert all(row["finite"] for row in found["rows"])
+    select = next(row for row in found["rows"] if row["case"].startswith("select"))
+    assert select["errors"]["ours of the same codes"]["agreement"] == 1
+
+
 def test_a_layer_runs_and_its_cache_stays_in_place(tmp_path):
     code, found = run(tmp_path, "--rows", "layer T")
     assert code == 0
@@ -74,7 +82,7 @@ def test_a_layer_runs_and_its_cache_stays_in_place(tmp_path):
 
 def reversed_selection(q_BTHK, rows, w_BTH, positions_BT, topk):
     """The worst rows instead of the best."""
-    return dsa._streamed(q_BTHK, rows, -w_BTH, positions_BT, topk, None, None)
+    return dsa.streamed(q_BTHK, rows, -w_BTH, positions_BT, topk)
 
 
 def doubled(*arguments, **options):
