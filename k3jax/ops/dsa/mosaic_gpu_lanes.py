@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,7 +19,7 @@ from k3jax.ops.mosaic_gpu import COLUMNS, WGMMA
 HEADS = 32
 WARPGROUP = 128  # threads
 LOWEST = float(jnp.finfo(jnp.float32).min)  # rank of NaN; see `xla.ranked`
-ABOVE = float(jnp.nextafter(jnp.float32(LOWEST), jnp.float32(0)))
+ABOVE = float(np.nextafter(np.float32(LOWEST), np.float32(0)))
 _f32, _i32 = jnp.float32, jnp.int32
 REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
