@@ -23,10 +23,10 @@ from k3jax.layers.tokens import Tokens
 from k3jax.ops import choice, dsa, target
 from k3jax.ops.mla import latent
 from k3jax.ops.rows import Rows, Scaled
+from k3jax.quantization import fp8
 from sharding.parallel import SINGLE
 
-bf16, f32, f8 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
-LARGEST = 448.0  # of float8_e4m3fn
+bf16, f32 = jnp.bfloat16, jnp.float32
 PORTABLE = "xla"  # "streamed" selection, and attention by `benchmarks.dsa.core`
 
 
@@ -46,10 +46,9 @@ def _normal(key, shape, dtype=bf16, scale=1.0):
 
 
 def quantised(keys_BSK: jax.Array) -> dict[str, jax.Array]:
-    """Index keys in fp8: codes, and factors [B, S, 1] that take the largest of a key to 448."""
-    wide = keys_BSK.astype(f32)
-    factors = jnp.maximum(jnp.abs(wide).max(-1, keepdims=True), 1e-10) / LARGEST
-    return {"codes": (wide / factors).astype(f8), "factors": factors}
+    """Index keys in fp8: codes, and factors [B, S, 1]."""
+    codes, factors = fp8.quantize(keys_BSK)
+    return {"codes": codes, "factors": factors[..., None]}
 
 
 def caches(case: Case, key) -> dict[str, Any]:

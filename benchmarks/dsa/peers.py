@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.dsa.cases import Case
-from benchmarks.dsa.ours import LARGEST, Workload, scale
+from benchmarks.dsa.ours import Workload, scale
 from benchmarks.harness import peers as base
 from benchmarks.harness.peers import TorchSide
 from benchmarks.harness.timing import reason
+from k3jax.quantization.fp8 import LARGEST
 
 FLASHMLA, DEEPGEMM = "_flashmla_C.abi3.so", "deep_gemm"
 PAGE = 64  # rows of a page, for both

@@ -62,22 +62,32 @@ class Run:
         part.replace(path)
 
 
-def about() -> dict[str, Any]:
-    """What the numbers belong to."""
-    device, versions = jax.devices()[0], {}
-    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy"):
+def versions(*more: str) -> dict[str, str]:
+    """Of what is installed of JAX and ``more``."""
+    found = {}
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", *more):
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    shown = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_", "XLA_CLIENT_", "JAX_")
+    return found
+
+
+def environment(*prefixes: str) -> dict[str, str]:
+    """The settings whose names begin so."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
+
+
+def about() -> dict[str, Any]:
+    """What the numbers belong to."""
+    device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device.device_kind,
         "platform": getattr(device.client, "platform_version", "").split("\n")[0],
         "python": platform.python_version(),
-        "versions": versions,
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(shown)},
+        "versions": versions(),
+        "environment": environment("XLA_FLAGS", "XLA_PYTHON_CLIENT_", "XLA_CLIENT_", "JAX_"),
     }
 
 

@@ -17,7 +17,6 @@ import argparse
 import datetime
 import functools
 import gc
-import importlib.metadata
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from benchmarks.harness.run import environment, versions
 from benchmarks.multi_device import layers, links, whole
 from benchmarks.multi_device.common import Bench, Side, Sizes
 from k3jax.config import Config
@@ -123,21 +123,13 @@ NAMES = ("links", "dispatch-check", "attention", "striped", "moe", "slice", "flo
 
 
 def about(bench: Bench) -> dict:
-    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy", "nvidia-nccl-cu13")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    settings = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_", "NCCL_", "JAX_")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions("nvidia-nccl-cu13"),
         "devices": [d.device_kind for d in bench.all.mesh.devices.flat],
         "layout": bench.all.layout.to_dict(),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(settings)},
+        "environment": environment("XLA_FLAGS", "XLA_PYTHON_CLIENT_", "NCCL_", "JAX_"),
     }
 
 

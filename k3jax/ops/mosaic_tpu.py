@@ -88,6 +88,32 @@ def start_block(stack_ref, layer, pages_ref, start, block_ref, semaphore) -> Non
     jax.lax.fori_loop(0, rows // piece, copy, None, unroll=rows // piece <= 8)
 
 
+def each_block(stack_ref, layer, pages_ref, count, blocks_ref, semaphores, use) -> None:
+    """``use(i, block_ref)`` on blocks 0, 1, .. ``count - 1`` of rows, each copied while the one
+    before is used. ``blocks_ref`` is [2, rows, C], with a semaphore each."""
+
+    def fetch(i):
+        slot, start = jax.lax.rem(i, 2), i * blocks_ref.shape[1]
+        block_ref = blocks_ref.at[slot]
+        start_block(stack_ref, layer, pages_ref, start, block_ref, semaphores.at[slot])
+
+    @pl.when(count > 0)
+    def _():
+        fetch(0)
+
+    def step(i, _):
+        slot = jax.lax.rem(i, 2)
+
+        @pl.when(i + 1 < count)
+        def _():
+            fetch(i + 1)
+
+        wait(blocks_ref.at[slot], semaphores.at[slot])
+        use(i, blocks_ref.at[slot])
+
+    jax.lax.fori_loop(0, count, step, None)
+
+
 def start_row(stack_ref, layer, pages_ref, at, block_ref, row, semaphore) -> None:
     """Starts to copy row ``at`` of the sequence, or its pair, to a row of ``block_ref``.
 

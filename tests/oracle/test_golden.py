@@ -162,18 +162,23 @@ def test_depth_mix(folder):
     assert relative(bank[:, 0, :n], want) <= tol.GOLDEN_FP32
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_decode_equals_prefill(folder):
-    model, z = load(folder)
+def decoded(model, z):
+    """Logits of the decode case, token by token behind a prefill."""
     ids, start = z["decode/input_ids"], int(z["decode/prefill_len"])
-    last, cache = model.prefill(ids[:, :start], model.init_cache(1, ids.shape[1]))
+    _, cache = model.prefill(ids[:, :start], model.init_cache(1, ids.shape[1]))
     rows = []
     for t in range(start, ids.shape[1]):
         last, cache = model.decode(ids[:, t], cache)
         rows.append(last)
-    got = np.stack(rows, 1)
+    return np.stack(rows, 1)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_decode_equals_prefill(folder):
+    model, z = load(folder)
+    got = decoded(model, z)
     assert relative(got, z["decode/logits_float32"]) <= tol.GOLDEN_FP32
-    whole = model(ids)[:, start:]
+    whole = model(z["decode/input_ids"])[:, int(z["decode/prefill_len"]) :]
     assert relative(got, whole) <= tol.GOLDEN_FP32
 
 
@@ -254,13 +259,7 @@ def test_through_kernels(folder, device):
             clear = z[f"{case}/dsa_margin"] > tol.DSA_MARGIN
             same = np.asarray(aux["selected"]) == z[f"{case}/dsa_selected"]
             assert dtype != jnp.float32 or same[clear].all()
-        ids, start = z["decode/input_ids"], int(z["decode/prefill_len"])
-        _, cache = model.prefill(ids[:, :start], model.init_cache(1, ids.shape[1]))
-        rows = []
-        for t in range(start, ids.shape[1]):
-            last, cache = model.decode(ids[:, t], cache)
-            rows.append(last)
-        results.append((np.stack(rows, 1), z["decode/logits_float32"]))
+        results.append((decoded(model, z), z["decode/logits_float32"]))
         selection, latent = (len(calls) for calls in used)
     assert latent > 0
     assert (selection > 0) == (model.config.dsa is not None)

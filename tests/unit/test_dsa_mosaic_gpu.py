@@ -9,7 +9,7 @@ import pytest
 
 from k3jax.ops import dsa
 from k3jax.ops.dsa import fp8, mosaic_gpu, mosaic_gpu_collect, mosaic_gpu_pick, reference
-from k3jax.ops.dsa.mosaic_gpu_lanes import ordered, unordered
+from k3jax.ops.dsa.xla import ordered, unordered
 from k3jax.ops.rows import Rows, Scaled
 
 H, K, TOPK = 32, 128, 64

@@ -113,8 +113,12 @@ def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options):
     # time: what repeats in a text at the sample's distance would stand for all of it.
     shift = (n * 40503) & 0x7FFF
     at_BS = n * step + n * rest // size + (shift * step >> 15)
-    taken = [view.take(at_BS[:, None])[:, 0] for view in _views(rows)]
-    sample = Rows.of(taken[0]) if len(taken) == 1 else Scaled(*map(Rows.of, taken))
+
+    def taken(view):
+        return Rows.of(view.take(at_BS[:, None])[:, 0])
+
+    codes, factors = mosaic_gpu_collect.views(rows)
+    sample = taken(codes) if factors is None else Scaled(taken(codes), taken(factors))
     share_B1 = size / jnp.maximum(keys_B1, 1).astype(jnp.float32)
     limit_BT = ((positions_BT + 1).astype(jnp.float32) * share_B1).astype(jnp.int32) - 1
     groups = batch * length // options["queries"]
@@ -124,7 +128,3 @@ def _floor(q_BTHK, rows, w_BTH, positions_BT, topk, options):
     wanted_B1 = jnp.ceil(expected_B1 + SPREADS * jnp.sqrt(expected_B1)).astype(jnp.int32)
     wanted_BT = jnp.broadcast_to(wanted_B1, positions_BT.shape)
     return floor(rank_BTS, wanted_BT, positions_BT, PLACES, interpret=options["interpret"])
-
-
-def _views(rows: Rows | Scaled) -> tuple[Rows, ...]:
-    return tuple(rows) if isinstance(rows, Scaled) else (rows,)

@@ -234,20 +234,25 @@ def _dots(keys, q, *, then, interpret):
     return pl.run_scoped(scoped, plgpu.ACC((HALF, q.shape[0]), _f32))
 
 
+def views(rows: Rows | Scaled) -> tuple[Rows, Rows | None]:
+    """(keys or their codes, factors or None)."""
+    return (rows.codes, rows.factors) if isinstance(rows, Scaled) else (rows, None)
+
+
 def refusal(q_BTHK, rows: Rows | Scaled, w_BTH, topk: int) -> str | None:
     """Why the kernel cannot take these inputs; None if it can."""
     del w_BTH
     heads, dim = q_BTHK.shape[2:]
     if (heads, dim) != (HEADS, DIM):
         return f"{heads} heads of {dim}, not {HEADS} of {DIM}"
-    codes = rows.codes if isinstance(rows, Scaled) else rows
+    codes, factors = views(rows)
     if codes.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn) or q_BTHK.dtype != codes.dtype:
         return f"queries are {q_BTHK.dtype} and keys {codes.dtype}, not bfloat16 or float8_e4m3fn"
     page = codes.page
-    rows_of_copy = 32 if isinstance(rows, Scaled) else 8  # factors go to 128 bytes each time
+    rows_of_copy = 8 if factors is None else 32  # factors go to 128 bytes each time
     if codes.table_BM is not None and page % rows_of_copy:
         return f"pages of {page} rows, no multiple of {rows_of_copy}"
-    if isinstance(rows, Scaled) and page % 4:
+    if factors is not None and page % 4:
         return f"an entry of {page} factors, no multiple of 16 bytes"
     if topk > MOST:
         return f"topk is {topk}, over {MOST}"
@@ -256,7 +261,7 @@ def refusal(q_BTHK, rows: Rows | Scaled, w_BTH, topk: int) -> str | None:
 
 def inputs_of(q_BTHK, rows: Rows | Scaled, w_BTH, limit_BT, floor, tie) -> Inputs:
     """The arrays that a scan reads; floor and tie may be references."""
-    codes, factors = (rows.codes, rows.factors) if isinstance(rows, Scaled) else (rows, None)
+    codes, factors = views(rows)
     batch, length = limit_BT.shape
 
     def stack(x):
@@ -277,7 +282,7 @@ def inputs_of(q_BTHK, rows: Rows | Scaled, w_BTH, limit_BT, floor, tie) -> Input
 
 def options_of(rows: Rows | Scaled, queries: int, splits: int, capacity: int, **others) -> Options:
     """With as many tiles in flight as there is room for."""
-    codes = rows.codes if isinstance(rows, Scaled) else rows
+    codes, _ = views(rows)
     size = TILE * (DIM * jnp.dtype(codes.dtype).itemsize + 4)
     stages = max(2, min(8, BUFFER_BYTES // size))
     # A copy must not go on behind a page; behind the only one it reads zeros.
@@ -288,8 +293,7 @@ def options_of(rows: Rows | Scaled, queries: int, splits: int, capacity: int, **
 
 def scratch_of(rows: Rows | Scaled, o: Options) -> Scratch:
     """Types of the shared memory of a scan."""
-    scaled = isinstance(rows, Scaled)
-    dtype = (rows.codes if scaled else rows).dtype
+    scaled, dtype = isinstance(rows, Scaled), rows.dtype
     columns, copies = o.queries * HEADS, TILE // o.run
     numbers = plgpu.SMEM((WARPGROUPS, o.queries), _i32)
     return Scratch(

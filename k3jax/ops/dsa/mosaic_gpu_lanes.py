@@ -9,7 +9,6 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -265,15 +264,3 @@ def _keep_interpreted(
             row = ref[batch, first + x, segment]
             ref[batch, first + x, segment] = row.at[place].set(values, mode="drop")
         count_s[warpgroup, x] = count + chosen.sum(dtype=_i32)
-
-
-def ordered(rank):
-    """float32 -> int32 in the same order."""
-    bits = lax.bitcast_convert_type(rank, _i32)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
-
-
-def unordered(key):
-    """The inverse of `ordered`."""
-    bits = key ^ (lax.shift_right_arithmetic(key, 31) & 0x7FFFFFFF)
-    return lax.bitcast_convert_type(bits, _f32)

@@ -66,12 +66,6 @@ def refusal(q_BTHK, rows, w_BTH, topk: int) -> str | None:
     return mosaic_tpu.refusal(rows)
 
 
-def _ordered(score):
-    """int32 in the order of `xla.ranked`."""
-    bits = lax.bitcast_convert_type(score, jnp.int32)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
-
-
 def _iota(shape, axis):
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -84,36 +78,19 @@ def _score(layer_ref, last, at_ref, pages_ref, q_ref, w_ref, keys_ref, scores_re
     position_Q1 = sum(jnp.where(rows_Q1 == q, at_ref[0, 0, 0, q], 0) for q in range(group))
     w_X1 = column(w_ref[0, 0])[:, :1]
 
-    def fetch(i):
-        slot = lax.rem(i, 2)
-        mosaic_tpu.start_block(
-            keys_ref, layer_ref[0], pages_ref, i * BLOCK, block_ref.at[slot], sem.at[slot]
-        )
-
-    @pl.when(blocks > 0)
-    def _():
-        fetch(0)
-
-    def step(i, _):
-        slot = lax.rem(i, 2)
-
-        @pl.when(i + 1 < blocks)
-        def _():
-            fetch(i + 1)
-
-        mosaic_tpu.wait(block_ref.at[slot], sem.at[slot])
-        dots_XS = dot(q_ref[0, 0], block_ref[slot], _NT)
+    def use(i, block_ref):
+        dots_XS = dot(q_ref[0, 0], block_ref[...], _NT)
         # A ReLU that keeps NaN, as in `xla.scores`.
         score_XS = jnp.where(dots_XS <= 0, 0.0, dots_XS) * w_X1
         while score_XS.shape[0] > group:
             half = score_XS.shape[0] // 2
             score_XS = score_XS[:half] + score_XS[half:]
         legal_QS = i * BLOCK + _iota((group, BLOCK), 1) <= position_Q1
-        rank_QS = jnp.where(legal_QS, _ordered(xla.ranked(score_XS, True)), ILLEGAL)
+        rank_QS = jnp.where(legal_QS, xla.ordered(xla.ranked(score_XS, True)), ILLEGAL)
         for c in range(per_block):
             scores_ref[:, i * per_block + c] = rank_QS[:, c * LANES : (c + 1) * LANES]
 
-    lax.fori_loop(0, blocks, step, None)
+    mosaic_tpu.each_block(keys_ref, layer_ref[0], pages_ref, blocks, block_ref, sem, use)
 
     def fill(i, _):
         at = pl.ds(pl.multiple_of(i * per_block, per_block), per_block)
@@ -233,14 +210,9 @@ def _emit(stays, number, chunk_ref, rows_ref, query_ref, stage_ref, outputs, fir
     score_1j = jnp.sum(jnp.where(mine_Cj, score_Cj, 0), axis=0, keepdims=True)
     position_1j = jnp.sum(jnp.where(mine_Cj, position_Cj, 0), axis=0, keepdims=True)
     there_1j = slot_1j < number
-    rank_1j = lax.bitcast_convert_type(_unordered(score_1j), jnp.float32)
+    rank_1j = xla.unordered(score_1j)
     outputs[0][:, at] = jnp.where(there_1j, rank_1j, -jnp.inf)
     outputs[1][:, at] = jnp.where(there_1j, position_1j, -1)
-
-
-def _unordered(score):
-    """Bits of the rank; `_ordered` is its own inverse."""
-    return score ^ (lax.shift_right_arithmetic(score, 31) & 0x7FFFFFFF)
 
 
 def _kernel(

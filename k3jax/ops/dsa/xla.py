@@ -46,6 +46,18 @@ def ranked(score_BTS, legal_BTS):
     return jnp.where(legal_BTS, score_BTS, -jnp.inf)
 
 
+def ordered(rank):
+    """float32 -> int32 in the same order; also within kernels."""
+    bits = jax.lax.bitcast_convert_type(rank, jnp.int32)
+    return bits ^ (jax.lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+
+
+def unordered(key):
+    """The inverse of `ordered`."""
+    bits = key ^ (jax.lax.shift_right_arithmetic(key, 31) & 0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def streamed(q_BTHK, rows: Rows | Scaled, w_BTH, positions_BT, topk, *, query_block, key_block):
     """Exact causal top-k that holds scores of one query block and one key block at a time.
 

@@ -46,11 +46,6 @@ def _thread(ir, arith, utils):
     return arith.andi(x, utils.c(THREADS - 1, i32))
 
 
-def place(s, page: int, base):
-    """Flat row of the stack: ``base(page number)`` plus the row within the page."""
-    return base(s // page) + s % page
-
-
 def rows(block, kind, where_g, bases_g, bias_w, unit, batch, limit, *, page, interpret):
     """Flat rows of a block of keys, `ABSENT` where there is none; what is added to their scores.
 

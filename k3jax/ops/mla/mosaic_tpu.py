@@ -99,34 +99,16 @@ def _range_kernel(
         position_X1 = jnp.where(pair_X1 >= q * heads, at_ref[0, 0, 0, q], position_X1)
     _start(top_ref, sum_ref, acc_ref)
 
-    def fetch(i):
-        slot = lax.rem(i, 2)
-        mosaic_tpu.start_block(
-            rows_ref, layer_ref[0], pages_ref, i * KEYS, block_ref.at[slot], sem.at[slot]
-        )
-
-    @pl.when(blocks > 0)
-    def _():
-        fetch(0)
-
-    def step(i, _):
-        slot = lax.rem(i, 2)
-
-        @pl.when(i + 1 < blocks)
-        def _():
-            fetch(i + 1)
-
-        mosaic_tpu.wait(block_ref.at[slot], sem.at[slot])
-
+    def use(i, block_ref):
         @pl.when(i + 1 == blocks)
         def _():
             written_S1 = i * KEYS + _iota((KEYS, 1), 0) <= last
-            block_ref[slot] = jnp.where(written_S1, block_ref[slot], 0)
+            block_ref[...] = jnp.where(written_S1, block_ref[...], 0)
 
         mask_XS = i * KEYS + _iota((pairs, KEYS), 1) <= position_X1
-        _add(q_ref[0, 0], block_ref[slot], mask_XS, scale, top_ref, sum_ref, acc_ref)
+        _add(q_ref[0, 0], block_ref[...], mask_XS, scale, top_ref, sum_ref, acc_ref)
 
-    lax.fori_loop(0, blocks, step, None)
+    mosaic_tpu.each_block(rows_ref, layer_ref[0], pages_ref, blocks, block_ref, sem, use)
     o_ref[0, 0], lse_ref[0, 0] = _end(top_ref, sum_ref, acc_ref)
 
 
