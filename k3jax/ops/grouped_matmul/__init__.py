@@ -8,10 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.errors import InputError
+from k3jax.ops import choice, target
+from k3jax.ops.choice import Kernel
 from k3jax.ops.grouped_matmul import xla
 from k3jax.quantization.mxfp4 import MXFP4
 
+# name -> f(z_NL, ids_Nk, weights_Nk, w13, w2, *, first, num_experts, out_dtype, situ_beta,
+# situ_linear_beta, activations) -> r_NL; expert e is row ``first + e`` of the weights [rows, ..],
+# from 0 where ``first`` is None.
 IMPLEMENTATIONS = {"tiles": xla.tiles, "dense": xla.dense}
+
+# What "auto" tries before "tiles", in this order; refusals take (z_NL, ids_Nk, w13, w2, activations).
+KERNELS: dict[str, Kernel] = {}
+
+ACTIVATIONS = (None, "mxfp8")
 _log = logging.getLogger(__name__)
 
 
@@ -24,6 +34,7 @@ def experts(
     *,
     situ_beta: float,
     situ_linear_beta: float | None,
+    activations: str | None = None,
     implementation: str = "auto",
     layer: jax.Array | None = None,
     out_dtype=None,
@@ -41,11 +52,14 @@ def experts(
         stacks. Taking the layer out first would copy all its experts.
       out_dtype: of the result; that of z if None.
       situ_beta, situ_linear_beta: see :func:`k3jax.ops.situ.situ`.
+      activations: None, or "mxfp8": what the two products read, z and the activation, is rounded
+        to MXFP8 first (`k3jax.quantization.mxfp8`), the activation straight from float32.
       implementation:
         "tiles": tokens sorted by expert, one expert unpacked at a time; memory for one expert, time
           only for experts that are used. Reverse-mode gradients for z, weights and plain w13, w2.
         "dense": every expert for every token; for training small models on an accelerator.
-        "auto": tiles.
+        A name in `KERNELS`: a kernel on packed weights.
+        "auto": the kernel of the device if it takes these arrays, else tiles.
 
     Returns:
       r_NL. Products accumulate in float32; w1 z, w3 z, the activation and y are
@@ -53,8 +67,8 @@ def experts(
       of z stays in that row, and experts a token did not choose cannot reach it.
 
     Raises:
-      InputError: shapes or dtypes that do not fit.
-      ValueError: an unknown implementation.
+      InputError: shapes or dtypes that do not fit, an unknown implementation or format of
+        activations, or a kernel that does not run here or cannot take these arrays.
 
     Source: Kimi K3 technical report (Stable LatentMoE); Moonshot's published modelling code.
     """
@@ -62,20 +76,51 @@ def experts(
     _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked=layer is not None)
     if layer is not None:
         w13, w2 = (jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w) for w in (w13, w2))
-    name = "tiles" if implementation == "auto" else implementation
-    if name not in IMPLEMENTATIONS:
-        names = sorted(IMPLEMENTATIONS)
-        raise ValueError(f"experts: implementation {name!r} is not one of {names}")
-    _log.debug("experts %s with %s -> %s", z_NL.shape, w13.shape, name)
+    if activations not in ACTIVATIONS:
+        raise InputError(f"experts: activations {activations!r} are none of {ACTIVATIONS}")
+    name, reason = choice.select(
+        *("experts", implementation, IMPLEMENTATIONS, KERNELS, target.device_kind()),
+        (z_NL, ids_Nk, w13, w2, activations),
+    )
+    name = "tiles" if name == "xla" else name
+    _log.debug("experts %s with %s -> %s (%s)", z_NL.shape, w13.shape, name, reason)
     first = None if layer is None else layer * num_experts
-    return IMPLEMENTATIONS[name](
+    run = _differentiable(name) if name in KERNELS else IMPLEMENTATIONS[name]
+    return run(
         *(z_NL, ids_Nk, weights_Nk, w13, w2),
         first=first,
         num_experts=num_experts,
         out_dtype=jnp.dtype(out_dtype or z_NL.dtype),
         situ_beta=situ_beta,
         situ_linear_beta=situ_linear_beta,
+        activations=activations,
     )
+
+
+def _differentiable(name: str):
+    """A kernel whose gradients, for z and weights, are those of the portable form."""
+
+    def run(*arrays, first, **options):
+        def form(name, arrays, first):
+            return IMPLEMENTATIONS[name](*arrays, first=first, **options)
+
+        @jax.custom_vjp
+        def call(arrays, first):
+            return form(name, arrays, first)
+
+        def keep(arrays, first):
+            return call(arrays, first), (arrays, first)
+
+        def pull(kept, cotangent):
+            (z, ids, weights, w13, w2), first = kept
+            back = jax.vjp(lambda z, w: form("tiles", (z, ids, w, w13, w2), first), z, weights)[1]
+            dz, dweights = back(cotangent)
+            return (dz, None, dweights, None, None), None
+
+        call.defvjp(keep, pull)
+        return call(arrays, first)
+
+    return run
 
 
 def _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked: bool) -> None:

@@ -190,6 +190,7 @@ def tiles(
     out_dtype: jnp.dtype,
     situ_beta: float,
     situ_linear_beta: float | None,
+    activations: str | None,
 ) -> jax.Array:
     """See :func:`k3jax.ops.grouped_matmul.experts`. Holds one unpacked expert at a time.
 
@@ -216,6 +217,7 @@ def dense(
     out_dtype: jnp.dtype,
     situ_beta: float,
     situ_linear_beta: float | None,
+    activations: str | None,
 ) -> jax.Array:
     """See :func:`k3jax.ops.grouped_matmul.experts`. E / k times the arithmetic.
 
