@@ -18,7 +18,8 @@ from k3jax.quantization.mxfp4 import MXFP4
 # from 0 where ``first`` is None.
 IMPLEMENTATIONS = {"tiles": xla.tiles, "dense": xla.dense}
 
-# What "auto" tries before "tiles", in this order; refusals take (z_NL, ids_Nk, w13, w2, activations).
+# What "auto" tries before "tiles", in this order; refusals take
+# (z_NL, ids_Nk, w13, w2, activations).
 KERNELS: dict[str, Kernel] = {}
 
 ACTIVATIONS = (None, "mxfp8")
