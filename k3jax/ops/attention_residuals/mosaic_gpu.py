@@ -70,27 +70,9 @@ def _kernel(
     sources = jnp.clip(count_g[0], 0, N) + 1  # of a token: the running sum, then the bank
     tokens = (T - 1 - block) // BLOCKS + 1 if T > BLOCKS else _i32(1)
 
-    def fetch(_, carry):
-        """Asks for the next row; warpgroups take turns."""
-        token, source, slot = carry
-        turn = (token < tokens) & (lax.rem(slot, _i32(WARPGROUPS)) == warpgroup)
-        at = block + token * BLOCKS
-
-        def copy(row):
-            # In bounds: then it is one bulk copy, and not tiles of 256 columns.
-            plgpu.copy_gmem_to_smem(
-                row, ring_s.at[slot], ready.at[slot],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )  # fmt: skip
-
-        pl.when(turn & (source == 0))(lambda: copy(partial_g.at[at]))
-        pl.when(turn & (source > 0))(lambda: copy(bank_g.at[jnp.maximum(source - 1, 0), at]))
-        last = source == sources - 1
-        return (
-            jnp.where(last, token + 1, token),
-            jnp.where(last, 0, source + 1),
-            jnp.where(slot == slots - 1, 0, slot + 1),
-        )
+    def fetch(first, number, most):
+        refs = (bank_g, partial_g, ring_s, ready)
+        _fetch(*refs, block, sources, tokens, first, number, most=most, interpret=interpret)
 
     def vector(ref, dtype):
         return plgpu.load(ref.at[own], layout=layout, optimized=False).astype(dtype)
@@ -98,33 +80,36 @@ def _kernel(
     def meet(which):
         _meet(meeting.at[which], interpret=interpret)
 
-    ahead = lax.fori_loop(0, slots, fetch, (_i32(0), _i32(0), _i32(0)))
+    _begin(ready, interpret=interpret)
+    fetch(_i32(0), _i32(slots), slots)
     key = vector(norm_g, _f32) * vector(query_g, _f32)
-    out_norm = vector(out_norm_g, _bf16 if weight_after_cast else out_norm_g.dtype)
 
-    def one(token, carry):
-        slot, ahead = carry
+    def one(token, place):
         rows, sums = [], []
         for source in range(N + 1):
 
-            def arrived(slot):
-                plgpu.barrier_wait(ready.at[slot])
+            def arrived(place):
+                slot, turn = place
+                _wait(ready, slot, turn, interpret=interpret)
                 row = plgpu.load(ring_s.at[slot, own], layout=layout, optimized=False)
                 pair = _pair(row, key, layout, interpret=interpret)
-                return row, pair, jnp.where(slot == slots - 1, 0, slot + 1)
+                last = slot == slots - 1
+                return row, pair, (jnp.where(last, 0, slot + 1), jnp.where(last, 1 - turn, turn))
 
-            def absent(slot):
+            def absent(place):
                 pair = plgpu.layout_cast(jnp.zeros((2 * THREADS,), _f32), _private(2))
-                return plgpu.layout_cast(jnp.zeros((part,), _bf16), layout), pair, slot
+                return plgpu.layout_cast(jnp.zeros((part,), _bf16), layout), pair, place
 
-            row, pair, slot = (
-                arrived(slot) if source == 0 else lax.cond(source < sources, arrived, absent, slot)
+            row, pair, place = (
+                arrived(place)
+                if source == 0
+                else lax.cond(source < sources, arrived, absent, place)
             )
             rows.append(row)
             sums.append(pair)
         _reduce(sums, sums_s, warpgroup, interpret=interpret)
         meet(0)
-        ahead = lax.fori_loop(0, sources, fetch, ahead)
+        fetch(slots + token * sources, sources, N + 1)
         weights = _weights(sums_s, sources, N + 1, D, eps, interpret=interpret)
         mixed = _add(None, rows[0], weights[0], layout, interpret=interpret)
         for source in range(1, N + 1):
@@ -134,15 +119,17 @@ def _kernel(
 
             mixed = lax.cond(source < sources, add, lambda x: x, mixed)
         mixed = mixed.astype(_bf16)
+        # Now, from a cache: while the rows are in registers there is no room for it.
+        out_norm = vector(out_norm_g, _bf16 if weight_after_cast else out_norm_g.dtype)
         _square(mixed, squares_s, warpgroup, layout, interpret=interpret)
         meet(1)
         scale = _scale(squares_s, D, out_eps, interpret=interpret)
-        y = mixed.astype(_f32) * scale
-        y = y.astype(_bf16).astype(_f32) if weight_after_cast else y
-        out_g[block + token * BLOCKS, own] = (y * out_norm.astype(_f32)).astype(_bf16)
-        return slot, ahead
+        out_g[block + token * BLOCKS, own] = _normed(
+            mixed, scale, out_norm, layout, weight_after_cast, interpret=interpret
+        )
+        return place
 
-    lax.fori_loop(0, tokens, one, (_i32(0), ahead))
+    lax.fori_loop(0, tokens, one, (_i32(0), _i32(0)))
 
 
 def _private(numbers: int):
@@ -175,6 +162,11 @@ def _lane():
             self.lane = self.arith.andi(self.thread, self.int(31))
             self.warp = self.arith.shrui(self.utils.thread_idx(), self.int(5))
 
+        def barrier(self, ref, slot):
+            """The address of a barrier, 8 bytes."""
+            base = self.utils.memref_ptr(ref)
+            return self.utils.getelementptr(base, [self.times(slot, 2)], self.i32)
+
         def halves(self, register):
             """The two float32 of a register of two bfloat16."""
             bits = self.utils.bitcast(register, self.i32)
@@ -184,6 +176,11 @@ def _lane():
 
         def pair(self, a, b):
             return self.vector.from_elements(self.ir.VectorType.get((2,), self.f32), [a, b])
+
+        def rounded(self, values):
+            """Two float32 as a register of two bfloat16."""
+            kind = self.ir.VectorType.get((2,), self.ir.BF16Type.get())
+            return self.arith.truncf(kind, self.pair(*values))
 
         def single(self, x):
             return self.vector.from_elements(self.ir.VectorType.get((1,), self.f32), [x])
@@ -234,6 +231,112 @@ def _lane():
             )
 
     return Sums()
+
+
+def _begin(ready, *, interpret):
+    """Makes the barriers of the ring."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(REF,))
+    def begin(_, ready):
+        from jaxlib.mlir.dialects import nvvm
+
+        lane = _lane()
+        with lane.utils.when(lane.equal(lane.utils.thread_idx(), lane.int(0))):
+            for slot in range(lane.shape(ready)[0]):
+                nvvm.mbarrier_init(lane.barrier(ready, lane.int(slot)), lane.int(1))
+            nvvm.fence_mbarrier_init()
+        lane.gpu.barrier()
+
+    begin(ready)
+
+
+def _fetch(
+    bank_g, partial_g, ring_s, ready, block, sources, tokens, first, number, *, most, interpret
+):
+    """Starts the copies of the block's rows first .. first + number - 1, as far as they exist.
+
+    Row r is source r % sources of the block's token r / sources and goes to slot r % slots. A warp
+    asks for a row: one thread that asked for all would keep its warp behind the others.
+
+    Args:
+      ready: barriers [slots] in interpret mode, else their shared memory.
+      most: the greatest ``number``.
+    """
+    slots, D = ring_s.shape
+    if interpret:
+
+        def one(n, _):
+            row = first + n
+            token, source, slot = row // sources, lax.rem(row, sources), lax.rem(row, _i32(slots))
+            at = block + token * BLOCKS
+            copy = lambda ref: plgpu.copy_gmem_to_smem(ref, ring_s.at[slot], ready.at[slot])  # noqa: E731
+            here = (token < tokens) & (lax.axis_index("warpgroup") == 0)
+            pl.when(here & (source == 0))(lambda: copy(partial_g.at[at]))
+            pl.when(here & (source > 0))(lambda: copy(bank_g.at[jnp.maximum(source - 1, 0), at]))
+            return ()
+
+        lax.fori_loop(0, number, one, ())
+        return
+
+    @plgpu.inline_mgpu(arg_types=(*[REF] * 4, *[SCALAR] * 5))
+    def fetch(_, bank, partial, ring, ready, *scalars):
+        from jaxlib.mlir.dialects import nvvm
+
+        lane = _lane()
+        arith, ir, llvm = lane.arith, lane.ir, lane.llvm
+        block, sources, tokens, first, number = map(lane.scalar, scalars)
+        i64, i8 = (ir.IntegerType.get_signless(n) for n in (64, 8))
+        T, size = lane.shape(partial)[0], 2 * D
+        elected = lane.equal(lane.lane, lane.int(0))
+        for begin in range(0, most, WARPS):
+            n = lane.add(lane.warp, begin)
+            row = lane.add(first, n)
+            token, source = arith.divui(row, sources), arith.remui(row, sources)
+            there = arith.andi(lane.less(n, number), lane.less(token, tokens))
+            with lane.utils.when(arith.andi(there, elected)):
+                slot = lane.over(row, slots)[1]
+                at = lane.add(block, lane.times(token, BLOCKS))
+                in_bank = lane.add(lane.times(lane.add(source, -1), T), at)
+                own = lane.equal(source, lane.int(0))
+                base = arith.select(own, *(lane.utils.memref_ptr(x) for x in (partial, bank)))
+                offset = arith.extui(i64, arith.select(own, at, in_bank))
+                offset = arith.muli(offset, lane.utils.c(size, i64))
+                source_ptr = lane.utils.getelementptr(base, [offset], i8)
+                target = lane.utils.getelementptr(
+                    lane.utils.memref_ptr(ring), [lane.times(slot, size)], i8
+                )
+                barrier = lane.barrier(ready, slot)
+                nvvm.mbarrier_arrive_expect_tx(barrier, lane.int(size))
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [target, source_ptr, lane.int(size), barrier],
+                    "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes "
+                    "[$0], [$1], $2, [$3];",
+                    "l,l,r,l",
+                    has_side_effects=True,
+                )
+
+    refs = (bank_g, partial_g, ring_s, ready)
+    fetch(*refs, block, sources, tokens, first, number)
+
+
+def _wait(ready, slot, turn, *, interpret):
+    """Until a slot's row is there; ``turn`` is 0 or 1, by how often the slot was used."""
+    if interpret:
+        plgpu.barrier_wait(ready.at[slot])
+        return
+
+    @plgpu.inline_mgpu(arg_types=(REF, SCALAR, SCALAR))
+    def wait(_, ready, slot, turn):
+        from jaxlib.mlir.dialects import nvvm
+
+        lane = _lane()
+        barrier = lane.barrier(ready, lane.scalar(slot))
+        nvvm.mbarrier_try_wait_parity(barrier, lane.scalar(turn), lane.int(10_000_000))
+
+    wait(ready, slot, turn)
 
 
 def _values(row) -> jax.Array:
@@ -422,6 +525,30 @@ def _scale(squares_s, D, eps, *, interpret):
     return scale(squares_s)
 
 
+def _normed(mixed, scale, out_norm, layout, weight_after_cast, *, interpret):
+    """The row times the scale and the weight, rounded as the op says."""
+    if interpret:
+        y = mixed.astype(_f32) * scale
+        y = y.astype(_bf16).astype(_f32) if weight_after_cast else y
+        return (y * out_norm.astype(_f32)).astype(_bf16)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, SCALAR, layout),
+        return_type=plgpu.ShapeDtypeStruct(mixed.shape, _bf16, layout=layout),
+    )
+    def normed(_, mixed, scale, weight):
+        lane, scale, registers = _lane(), scale.registers.item(), []
+        multiply = lambda a, b: [lane.arith.mulf(*x) for x in zip(a, b, strict=True)]  # noqa: E731
+        for row, factor in zip(mixed.registers, weight.registers, strict=True):
+            y = multiply(lane.halves(row), [scale] * 2)
+            y = lane.halves(lane.rounded(y)) if weight_after_cast else y
+            both = lane.halves(factor) if out_norm.dtype == _bf16 else lane.elements(factor)
+            registers.append(lane.rounded(multiply(y, both)))
+        return lane.array(registers, layout)
+
+    return normed(mixed, scale, out_norm)
+
+
 def read(
     bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D, count, *,
     eps: float, out_eps: float, weight_after_cast: bool, interpret: Interpret = False,
@@ -446,7 +573,9 @@ def read(
             plgpu.SMEM((slots, D), _bf16),
             plgpu.SMEM((32, PITCH), _f32),
             plgpu.SMEM((WARPS,), _f32),
-            plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=1, num_barriers=slots)
+            if interpret
+            else plgpu.SMEM((slots, 2), _i32),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         ],
         grid=(min(T, BLOCKS),),
