@@ -1,12 +1,17 @@
-"""Depth mixes: plain, two-phase and full forms against the written definition."""
+"""Depth mixes: plain, two-phase and full forms against the written definition; reads."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances as tol
+from attention_residuals_contract import GradientContract, Read, ReadContract
 
+from k3jax.errors import InputError
 from k3jax.ops import attention_residuals as ar
-from k3jax.ops.attention_residuals import reference
+from k3jax.ops.attention_residuals import mosaic_gpu, reference, xla
 
 EPS = 1e-5
 N, B, T, D, READS = 8, 2, 5, 24, 6
@@ -79,3 +84,106 @@ def test_scores_are_not_rounded_to_the_model_dtype():
     )
     assert ((low <= got) & (got <= high)).all()
     assert (low == high).mean() > 0.95  # so nearly all values are given
+
+
+FORMS = {
+    "xla float32": Read("xla", jnp.float32, (8, 24)),
+    "xla bfloat16": Read("xla", jnp.bfloat16, (8, 24)),
+}
+HOPPER = {"device": "NVIDIA H200"}
+KERNEL = Read(
+    *("mosaic_gpu", jnp.bfloat16, (2, 1024)),
+    entry=functools.partial(mosaic_gpu.read, interpret=True),
+    eager=True,
+    **HOPPER,
+)
+STAND_IN = Read("mosaic_gpu", jnp.bfloat16, (2, 1024), entry=xla.read, **HOPPER)
+
+
+class TestRead(ReadContract):
+    @pytest.fixture(params=[*FORMS.values(), KERNEL], ids=[*FORMS, "mosaic_gpu"])
+    def implementation(self, request):
+        return request.param
+
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch):
+        """A block has several tokens, the last round is not full, and the ring is used again."""
+        monkeypatch.setattr(mosaic_gpu, "BLOCKS", 2)
+        monkeypatch.setattr(mosaic_gpu, "slots_of", lambda D: 4)
+
+
+class TestGradients(GradientContract):
+    @pytest.fixture(params=[FORMS["xla float32"], STAND_IN], ids=["xla", "kernel"])
+    def implementation(self, request):
+        return request.param
+
+
+def test_gradients_against_differences():
+    """Of the written definition in float64, along one direction an array."""
+    rng = np.random.default_rng(8)
+    shapes = [(3, 1, 2, 8), (1, 2, 8), (8,), (8,), (8,)]
+    arrays, moves = ([rng.normal(size=s) for s in shapes] for _ in range(2))
+    weight = rng.normal(size=shapes[1])
+    options = {"eps": EPS, "out_eps": 1e-3}
+
+    def exact(bank, partial, norm, query, out_norm):
+        mixed = oracle(np.concatenate([bank[:2], partial[None]]), norm, query)
+        scale = 1 / np.sqrt(np.mean(mixed**2, -1, keepdims=True) + options["out_eps"])
+        return np.sum(mixed * scale * out_norm * weight)
+
+    read = functools.partial(ar.read, count=2, weight_after_cast=False, **options)
+    loss = lambda *x: jnp.sum(read(*x) * jnp.float32(weight))  # noqa: E731
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(5))))(*f32(*arrays))
+    for n, gradient in enumerate(gradients):
+        slope = np.sum(np.asarray(gradient) * moves[n])
+        ends = [
+            exact(*[x + (h * moves[n] if i == n else 0) for i, x in enumerate(arrays)])
+            for h in (1e-5, -1e-5)
+        ]
+        want = (ends[0] - ends[1]) / 2e-5
+        assert abs(slope - want) <= 2e-5 * max(1, abs(want))
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_two_phase_reads(after):
+    bank, partial, norms, queries = f32(*draw(9))
+    options = {"eps": EPS, "out_eps": 1e-3, "weight_after_cast": after}
+    part = ar.score_bank(bank, norms, queries, 5, eps=EPS)
+    read, merge = (jax.jit(functools.partial(f, **options)) for f in (ar.read, ar.merge_read))
+    for i in range(READS):
+        inputs = partial, norms[i], queries[i], norms[0]
+        want = read(bank, *inputs, 5)
+        got = merge(part, i, *inputs)
+        np.testing.assert_allclose(got, want, atol=tol.DEPTH_MIX_FP32 * np.abs(want).max())
+
+
+def test_memory_is_one_row_in_float32():
+    """No float32 copy of the bank, nor any other one."""
+    width, tokens = 512, 64
+    shapes = [(8, 1, tokens, width), (1, tokens, width), (width,), (width,), (width,)]
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    options = {"eps": EPS, "out_eps": EPS, "weight_after_cast": True, "implementation": "xla"}
+    read = jax.jit(functools.partial(ar.read, **options))
+    memory = read.lower(*arrays, jax.ShapeDtypeStruct((), jnp.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.1 * tokens * width * 4
+
+
+def test_choice_of_kernels():
+    bank, partial = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 1, 2, 1024), (1, 2, 1024)))
+    assert mosaic_gpu.refusal(bank, partial) is None
+    assert "float32" in mosaic_gpu.refusal(bank.astype(jnp.float32), partial.astype(jnp.float32))
+    assert "1000" in mosaic_gpu.refusal(bank[..., :1000], partial[..., :1000])
+    assert "9 rows" in mosaic_gpu.refusal(jnp.zeros((9, 1, 2, 1024), jnp.bfloat16), partial)
+    vectors = [jnp.zeros((1024,), jnp.bfloat16)] * 3
+    read = functools.partial(ar.read, eps=EPS, out_eps=EPS, weight_after_cast=True)
+    for bad, message in (
+        ((bank, partial[:, :1], *vectors), "running sum"),
+        ((bank, partial.astype(jnp.float32), *vectors), "two dtypes"),
+        ((bank, partial, *vectors[:2], vectors[0][:5]), r"\(5,\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read(*bad, 1)
+    with pytest.raises(InputError, match="does not run on"):
+        read(bank, partial, *vectors, 1, implementation="mosaic_gpu")
+    with pytest.raises(InputError, match="not one of"):
+        read(bank, partial, *vectors, 1, implementation="triton")
