@@ -34,10 +34,9 @@ from k3jax.quantization.mxfp4 import GROUP, MXFP4
 SPAN, TILE = parts.SPAN, parts.TILE
 STAGE = 2 * SPAN  # columns of a slot of the ring
 BLOCKS = 132  # of an H200 or H100
-SHARED = 232448  # bytes
-SIZES = (8, 16, 24, 32, 48, 64, 80, 96, 112)  # rows of a tile
+SIZES = (8, 16, 24, 32, 48, 64, 80, 96)  # rows of a tile
 SEGMENT = 16384  # rows at a time
-SCALE_SLOTS = 2
+RING = 2  # slots of a team
 _f32, _bf16, _i32, _u8 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8
 
 
@@ -57,7 +56,7 @@ def refusal(z_NL, ids_Nk, w13, w2, activations) -> str | None:
 def tile_size(rows: int, num_experts: int) -> int:
     """Rows of a tile that hold nearly all experts' rows, if they fall evenly on experts."""
     mean = rows / num_experts
-    wanted = mean + 2.5 * mean**0.5
+    wanted = mean + 2.2 * mean**0.5
     return next((size for size in SIZES if size >= wanted), SIZES[-1])
 
 
@@ -67,26 +66,16 @@ class Shape(NamedTuple):
     Attributes:
       size: rows of a tile.
       teams: of two warpgroups that compute and one that copies, each at work of its own. Two teams
-        hide each other's latencies where tiles are small, and unpacking is what takes time.
+        hide each other's latencies where tiles are small, and unpacking is what takes time; one
+        divides few tiles better over the chip.
     """
 
     size: int
     teams: int
 
     @classmethod
-    def of(cls, size: int) -> Shape:
-        return cls(size, 2 if size <= 24 else 1)
-
-    @property
-    def x_slots(self) -> int:
-        return 2 if self.size > 8 else 3
-
-    @property
-    def code_slots(self) -> int:
-        """What else a team has in shared memory leaves room for these."""
-        x, out = self.x_slots * self.size * STAGE * 2, 2 * self.size * TILE * 2
-        left = SHARED // self.teams - x - out - SCALE_SLOTS * 4096 - 1024
-        return min(left // SPAN**2, 6)
+    def of(cls, size: int, tiles: int) -> Shape:
+        return cls(size, 2 if size <= 24 and tiles > 4 * SIZES[0] else 1)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -115,8 +104,8 @@ class _Situ(NamedTuple):
 
 def _kernel(
     x_g, codes_g, scales_g, expert_g, start_g, count_g, used_g, first_g, out_g,
-    codes_s, scales_s, x_s, out_s, codes_there, codes_free, x_there, x_free, scales_there,
-    scales_free, *, shape, second, activate, interpret,
+    codes_s, scales_s, x_s, out_s, first_there, first_free, second_there, second_free,
+    scales_there, scales_free, *, shape, apart, activate, interpret,
 ):  # fmt: skip
     warpgroup = lax.axis_index("warpgroup")
     consumers = 2 * shape.teams
@@ -124,27 +113,16 @@ def _kernel(
     block = lax.axis_index("block") * shape.teams + team
     blocks = lax.axis_size("block") * shape.teams
     outputs, width = codes_g.shape[1], codes_g.shape[2] * 2
-    stages = width // STAGE
+    stages = width // STAGE  # an even number, so that slots alternate across work too
     step_rows = SPAN if activate else 2 * SPAN
     across = outputs // (2 * SPAN)  # pieces of work of a tile
     mine = lax.max(_i32(0), (used_g[0] * across - block + blocks - 1) // blocks)
+    slot = lambda s: team * RING + (s & 1)  # noqa: E731
 
     def place(i):
         """(tile, first row of the weight) of this team's i-th piece of work."""
         tile = lax.div(block + i * blocks, _i32(across))
         return tile, (block + i * blocks - tile * across) * step_rows
-
-    def slot(slots):
-        return lambda n: team * slots + lax.rem(n, _i32(slots))
-
-    # Numbers count this team's stages (x), pairs of stages (scales), and stages and parts (codes).
-    x_slot, scale_slot = slot(shape.x_slots), slot(SCALE_SLOTS)
-    code_slot = slot(shape.code_slots)
-    rings = (
-        (x_slot, shape.x_slots, x_free, stages),
-        (scale_slot, SCALE_SLOTS, scales_free, stages // 2),
-        (code_slot, shape.code_slots, codes_free, 2 * stages),
-    )
 
     @pl.when(warpgroup >= consumers)
     def _():
@@ -153,101 +131,92 @@ def _kernel(
         def item(i, _):
             tile, row = place(i)
             expert, start = first_g[0] + expert_g[tile], start_g[tile]
-            weight = lambda part: (expert, pl.ds(row + part * second, SPAN))  # noqa: E731
 
-            def scales(n, s):
-                to = scale_slot(n)
-                pl.when(n >= SCALE_SLOTS)(lambda: plgpu.barrier_wait(scales_free.at[to]))
-                for part in range(2):
-                    plgpu.copy_gmem_to_smem(
-                        scales_g.at[*weight(part), pl.ds(s * (STAGE // GROUP), 16)],
-                        scales_s.at[to, part],
-                        scales_there.at[to],
-                    )
+            def codes(s, part, there):
+                rows = pl.ds(row + part * apart, SPAN)
+                plgpu.copy_gmem_to_smem(
+                    codes_g.at[expert, rows, pl.ds(s * SPAN, SPAN)],
+                    codes_s.at[slot(s), part],
+                    there.at[slot(s)],
+                )
 
             def stage(s, _):
-                n = i * stages + s
-                pl.when(lax.rem(s, _i32(2)) == 0)(lambda: scales(lax.div(n, _i32(2)), s))
-                to = x_slot(n)
-                pl.when(n >= shape.x_slots)(lambda: plgpu.barrier_wait(x_free.at[to]))
+                again = (i > 0) | (s >= RING)
+                pl.when(again)(lambda: plgpu.barrier_wait(second_free.at[slot(s)]))
                 plgpu.copy_gmem_to_smem(
                     x_g.at[pl.ds(start, shape.size), pl.ds(s * STAGE, STAGE)],
-                    x_s.at[to],
-                    x_there.at[to],
+                    x_s.at[slot(s)],
+                    first_there.at[slot(s)],
                 )
-                for part in range(2):
-                    m = 2 * n + part
-                    at = code_slot(m)
-                    pl.when(m >= shape.code_slots)(
-                        lambda at=at: plgpu.barrier_wait(codes_free.at[at])
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        codes_g.at[*weight(part), pl.ds(s * SPAN, SPAN)],
-                        codes_s.at[at],
-                        codes_there.at[at],
-                    )
+                pl.when(again)(lambda: plgpu.barrier_wait(first_free.at[slot(s)]))
+                codes(s, 0, first_there)
+                codes(s, 1, second_there)
+
+                @pl.when(s == 0)
+                def _():
+                    pl.when(i > 0)(lambda: plgpu.barrier_wait(scales_free.at[team]))
+                    for part in range(2):
+                        # Whole lines: 128 rows of a weight lie side by side.
+                        lines = width // GROUP
+                        first = lax.div(row + part * apart, _i32(SPAN)) * lines
+                        plgpu.copy_gmem_to_smem(
+                            scales_g.at[expert, pl.ds(first, lines)],
+                            scales_s.at[team, part],
+                            scales_there.at[team],
+                        )
+
                 return ()
 
             return lax.fori_loop(0, stages, stage, ())
 
         lax.fori_loop(0, mine, item, ())
-        for slot_of, slots, free, each in rings:
 
-            def drain(n, _, slot_of=slot_of, free=free):
-                plgpu.barrier_wait(free.at[slot_of(n)])
-                return ()
-
-            total = mine * each
-            lax.fori_loop(lax.max(total - slots, 0), total, drain, ())
+        @pl.when(mine > 0)
+        def _():
+            plgpu.barrier_wait(scales_free.at[team])
+            for s in range(RING):
+                plgpu.barrier_wait(first_free.at[slot(s)])
+                plgpu.barrier_wait(second_free.at[slot(s)])
 
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(shape.registers[0], action="increase")
-        half = lax.rem(warpgroup, _i32(2))
+        half = warpgroup & 1
         out_w = out_s.at[warpgroup]
 
-        def products(i, carry, add):
+        def products(carry, add):
             """One piece of work: ``carry = add(carry, part, a, b)`` for its products in turn. When
-            it returns, at most the last product is unfinished."""
+            ``add`` returns, at most its own product is unfinished."""
 
             def stage(s, carry):
-                n = i * stages + s
-                pair, parity = lax.div(n, _i32(2)), lax.rem(s, _i32(2))
-                pl.when(parity == 0)(lambda: plgpu.barrier_wait(scales_there.at[scale_slot(pair)]))
                 factors = parts.factors(
-                    scales_s.at[scale_slot(pair)], parity, half, interpret=interpret
+                    scales_s.at[team], s, half, groups=width // GROUP, interpret=interpret
                 )
-                pl.when(parity == 1)(lambda: plgpu.barrier_arrive(scales_free.at[scale_slot(pair)]))
-                plgpu.barrier_wait(x_there.at[x_slot(n)])
-                for part in range(2):
-                    m = 2 * n + part
-                    plgpu.barrier_wait(codes_there.at[code_slot(m)])
+                pl.when(s == stages - 1)(lambda: plgpu.barrier_arrive(scales_free.at[team]))
+                for part, there in enumerate((first_there, second_there)):
+                    plgpu.barrier_wait(there.at[slot(s)])
                     for span in range(2):
                         words = parts.words(
-                            codes_s.at[code_slot(m)], span, half, interpret=interpret
+                            codes_s.at[slot(s), part], span, half, interpret=interpret
                         )
                         for chunk in range(2):
                             a = parts.unpack(words, factors, part, span, chunk, interpret=interpret)
                             columns = pl.ds(span * SPAN + chunk * TILE, TILE)
-                            x = x_s.at[x_slot(n), :, columns].transpose((1, 0))
+                            x = x_s.at[slot(s), :, columns].transpose((1, 0))
                             carry = add(carry, part, a, x)
                             if span == chunk == 0:  # what came before this product is done
-                                release(s, n, part)
+                                done(s, part)
                 return carry
 
-            def release(s, n, part):
-                before = 2 * n + part - 1
-
-                @pl.when((s > 0) | (part == 1))
-                def _():
-                    plgpu.barrier_arrive(codes_free.at[code_slot(before)])
-
-                if part == 0:
-                    pl.when(s > 0)(lambda: plgpu.barrier_arrive(x_free.at[x_slot(n - 1)]))
+            def done(s, part):
+                if part == 1:
+                    plgpu.barrier_arrive(first_free.at[slot(s)])
+                else:
+                    pl.when(s > 0)(lambda: plgpu.barrier_arrive(second_free.at[slot(s - 1)]))
 
             return lax.fori_loop(0, stages, stage, carry)
 
-        def sums_of(i):
+        def sums():
             sizes = (TILE, shape.size)
             if interpret:
 
@@ -255,7 +224,7 @@ def _kernel(
                     (more,) = products_of((sizes, sums[part], [(a, b)]), interpret=True)
                     return tuple(more if p == part else x for p, x in enumerate(sums))
 
-                return products(i, (jnp.zeros(sizes, _f32),) * 2, plain)
+                return products((jnp.zeros(sizes, _f32),) * 2, plain)
 
             def scoped(*accumulators):
                 def issue(_, part, a, b):
@@ -263,7 +232,7 @@ def _kernel(
                     plgpu.wgmma_wait(1)
                     return ()
 
-                products(i, (), issue)
+                products((), issue)
                 plgpu.wgmma_wait(0)
                 return [accumulator[...] for accumulator in accumulators]
 
@@ -272,10 +241,9 @@ def _kernel(
         def item(i, _):
             tile, row = place(i)
             start, count = start_g[tile], count_g[tile]
-            sums = sums_of(i)
-            last = (i + 1) * stages - 1
-            plgpu.barrier_arrive(codes_free.at[code_slot(2 * last + 1)])
-            plgpu.barrier_arrive(x_free.at[x_slot(last)])
+            plgpu.barrier_wait(scales_there.at[team])
+            both = sums()
+            plgpu.barrier_arrive(second_free.at[slot(stages - 1)])
 
             def write(value, column):
                 out_w.transpose((1, 0))[...] = value.astype(_bf16)
@@ -284,10 +252,10 @@ def _kernel(
                 )
 
             if activate:
-                write(activate(*(x.astype(_bf16).astype(_f32) for x in sums)), row)
+                write(activate(*(x.astype(_bf16).astype(_f32) for x in both)), row)
             else:
                 for part in range(2):
-                    write(sums[part], row + part * SPAN)
+                    write(both[part], row + part * SPAN)
             return ()
 
         lax.fori_loop(0, mine, item, ())
@@ -304,35 +272,34 @@ def _grouped(
       activate: (gate, up) -> activation, where the weight has gate rows before up rows and O is
         half of its rows; None for a plain product.
     """
-    rows, outputs = x_RK.shape[0], weight.shape[-2]
-    shape = Shape.of(size)
-    teams = shape.teams
-    codes, scales, xs = teams * shape.code_slots, teams * SCALE_SLOTS, teams * shape.x_slots
+    rows, (outputs, groups) = x_RK.shape[0], weight.scales.shape[-2:]
+    shape = Shape.of(size, len(tiles.expert_T))
+    ring = shape.teams * RING
     one, two = (functools.partial(plgpu.Barrier, num_arrivals=n) for n in (1, 2))
     return plgpu.kernel(
         functools.partial(
             _kernel,
             shape=shape,
-            second=outputs // 2 if activate else SPAN,
+            apart=outputs // 2 if activate else SPAN,
             activate=activate,
             interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct((rows, outputs // (2 if activate else 1)), _bf16),
         scratch_types=[
-            plgpu.SMEM((codes, SPAN, SPAN), _u8, transforms=parts.transforms()),
-            plgpu.SMEM((scales, 2, SPAN, 16), _u8),
-            smem((xs, size, STAGE), _bf16),
-            smem((2 * teams, size, TILE), _bf16),
-            one(num_barriers=codes),
-            two(num_barriers=codes),
-            one(num_barriers=xs),
-            two(num_barriers=xs),
-            two(num_barriers=scales),
-            two(num_barriers=scales),
+            plgpu.SMEM((ring, 2, SPAN, SPAN), _u8, transforms=parts.transforms()),
+            plgpu.SMEM((shape.teams, 2, groups, SPAN), _u8),
+            smem((ring, size, STAGE), _bf16),
+            smem((2 * shape.teams, size, TILE), _bf16),
+            two(num_barriers=ring),  # first codes and x
+            two(num_barriers=ring),
+            one(num_barriers=ring),  # second codes
+            two(num_barriers=ring),  # they, and x
+            two(num_barriers=shape.teams),
+            two(num_barriers=shape.teams),
         ],
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=3 * teams,
+        num_threads=3 * shape.teams,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=LANE,
@@ -341,7 +308,7 @@ def _grouped(
             reduction_scratch_bytes=0,
         ),
         interpret=mode(interpret),
-    )(x_RK, weight.codes, weight.scales, *tiles, first)
+    )(x_RK, weight.codes, weight.scales.reshape(-1, outputs * groups // SPAN, SPAN), *tiles, first)
 
 
 def combine(sum_NL, y_RL, place_Nk, weights_Nk, first):
@@ -408,8 +375,6 @@ def experts(
         return combine(sum_NL, y_RL, place_Nk, weights_Nk, begin)
 
     sum_NL = jnp.zeros(z_NL.shape, _f32)
-    if segments == 1:
-        sum_NL = segment(0, sum_NL)
-    else:
-        sum_NL = lax.fori_loop(0, segments, segment, sum_NL)
+    looped = functools.partial(lax.fori_loop, 0, segments, segment)
+    sum_NL = segment(0, sum_NL) if segments == 1 else looped(sum_NL)
     return parts.gather(sum_NL).astype(out_dtype)

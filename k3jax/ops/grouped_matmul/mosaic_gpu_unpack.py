@@ -93,12 +93,13 @@ def _shared_load(lane, ref, offset, words: int):
     return lane.elements(lane.llvm.load(vector, at, alignment=4 * words))
 
 
-def factors(scales_w, parity, half, *, interpret):
+def factors(scales_w, stage, half, *, groups: int, interpret):
     """What a thread multiplies the codes of one stage of 256 columns by.
 
     Args:
-      scales_w: uint8 [2 parts, 128 rows, 16 groups] in shared memory.
-      parity: which half of the 16 groups.
+      scales_w: uint8 [2 parts, groups, 128] in shared memory: bytes of 128 rows, side by side.
+      stage: its number.
+      groups: of a row.
       half: which 64 rows of the 128 in the order of `spread`.
 
     Returns:
@@ -106,22 +107,22 @@ def factors(scales_w, parity, half, *, interpret):
       byte of the warp is outside 2..`LARGEST`; in interpret mode uint8 [2, 64, 2 spans, 4 groups].
     """
     if interpret:
-        return scales_w[...].reshape(2, SPAN, 2, 2, 4)[:, _rows(half), parity]
+        return scales_w[...].reshape(2, SPAN, groups // 8, 2, 4)[:, _rows(half), stage]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((9 * THREADS,), _i32, layout=FACTORS),
     )
-    def read(_, scales, parity, half):
+    def read(_, scales, stage, half):
         lane = _lane()
         arith = lane.arith
         row = _first_row(lane, lane.scalar(half))
         shift = lane.times(arith.andi(lane.thread, lane.int(3)), 8)
-        base = lane.add(lane.times(row, 16), lane.times(lane.scalar(parity), 8))
+        base = lane.add(lane.times(row, groups), lane.times(lane.scalar(stage), 8))
         found, highest = [], lane.int(0)
         for part in range(2):
             for second in range(2):
-                offset = lane.add(base, 16 * (SPAN * part + second))
+                offset = lane.add(base, groups * (SPAN * part + second))
                 for word in _shared_load(lane, scales, offset, 2):
                     byte = arith.andi(arith.shrui(word, shift), lane.int(255))
                     highest = arith.maxui(highest, lane.add(byte, -2))
@@ -134,7 +135,7 @@ def factors(scales_w, parity, half, *, interpret):
         )
         return _private(lane, [*found, unusual], FACTORS)
 
-    return read(scales_w, parity, half)
+    return read(scales_w, stage, half)
 
 
 def words(codes_w, span: int, half, *, interpret):
