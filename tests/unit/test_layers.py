@@ -81,6 +81,25 @@ def test_the_bias_chooses_and_does_not_weigh(x):
     assert np.array_equal(before, after)
 
 
+@pytest.mark.parametrize("form", ["mxfp4", "dense"])
+def test_routing_never_changes_the_bias(form, x):
+    """However uneven the load. A layer that balanced itself while it routes would change its state
+    or its second answer, and an optimizer reaches what is a `nnx.Param`."""
+    moe = layer(form)
+    moe.router_bias.set_value(jnp.linspace(-0.01, 0.01, 28))
+    moe.router.set_value(moe.router[...].at[3].set(x[0, 0]))
+    before = jax.tree.map(np.array, nnx.state(moe))
+    out, aux = moe(x, TOKENS)
+    counts = np.bincount(aux["expert_ids"].ravel(), minlength=28)
+    assert counts.max() > 3 * counts.mean()
+    again, _ = moe(x, TOKENS)
+    np.testing.assert_array_equal(out, again)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(moe))
+    trained = dict(nnx.to_flat_state(nnx.state(moe, nnx.Param)))
+    assert ("router",) in trained
+    assert ("router_bias",) not in trained
+
+
 def global_layers():
     """(a layer with an indexer, the same layer without one)."""
     config = tiny.config()
