@@ -162,10 +162,12 @@ def _check(k: int, experts: int) -> None:
 
 def _margins(scores_NE, bias_E, k: int) -> jax.Array:
     """float32 [tokens, experts]: alpha_i - s_ij, without a gradient."""
-    _check(k, scores_NE.shape[-1])
+    experts = scores_NE.shape[-1]
+    _check(k, experts)
     scores_NE = lax.stop_gradient(scores_NE.astype(jnp.float32))
-    alpha_N1 = lax.top_k(scores_NE + bias_E.astype(jnp.float32), k + 1)[0][:, k:]
-    return alpha_N1 - scores_NE
+    # A sort, because XLA's partitioner gathers all tokens for a top-k.
+    alpha_N = jnp.sort(scores_NE + bias_E.astype(jnp.float32), axis=-1)[:, experts - k - 1]
+    return alpha_N[:, None] - scores_NE
 
 
 def _ranks(total: jax.Array, k: int, experts: int) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from k3jax.config import Config
@@ -202,6 +202,22 @@ class TestHistogram:
 
         for got in np.asarray(jax.jit(spread)(s, b)):
             np.testing.assert_array_equal(got, want)
+
+    def test_a_batch_that_the_compiler_splits(self):
+        """As in the training loop: tokens over 8 devices. Only counts travel between them."""
+        s, b = jnp.stack([drawn(0), drawn(1)]), jnp.zeros((2, E))
+        mesh = data_mesh(jax.devices()[:8])
+        split = NamedSharding(mesh, PartitionSpec(None, "data"))
+        step = jax.jit(
+            partial(balancing.balance, k=K, tokens=N, momentum=0.5, form="histogram"),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        )
+        want = [from_counts(count(s[i], b[i], K), b[i], K) / 2 for i in range(2)]
+        s = jax.device_put(s, split)
+        np.testing.assert_allclose(step(s, b), want, atol=1e-7)
+        program = step.lower(s, b).compile().as_text()
+        assert "all-gather" not in program
+        assert "s32[2,28,1000]" in next(x for x in program.splitlines() if "all-reduce(" in x)
 
     def test_form_of_a_recipe(self, tmp_path):
         recipe = "configs/train/nano.yaml"
