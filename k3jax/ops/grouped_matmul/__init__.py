@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from k3jax.errors import InputError
 from k3jax.ops import choice, target
 from k3jax.ops.choice import Kernel
-from k3jax.ops.grouped_matmul import xla
+from k3jax.ops.grouped_matmul import mosaic_tpu, xla
 from k3jax.quantization.mxfp4 import MXFP4
 
 # name -> f(z_NL, ids_Nk, weights_Nk, w13, w2, *, first, num_experts, out_dtype, situ_beta,
 # situ_linear_beta, activations) -> r_NL; expert e is row ``first + e`` of the weights [rows, ..],
 # from 0 where ``first`` is None.
-IMPLEMENTATIONS = {"tiles": xla.tiles, "dense": xla.dense}
+IMPLEMENTATIONS = {"tiles": xla.tiles, "dense": xla.dense, "mosaic_tpu": mosaic_tpu.experts}
 
 # What "auto" tries before "tiles", in this order; refusals take
 # (z_NL, ids_Nk, w13, w2, activations).
-KERNELS: dict[str, Kernel] = {}
+KERNELS = {"mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal)}
 
 ACTIVATIONS = (None, "mxfp8")
 _log = logging.getLogger(__name__)
