@@ -209,7 +209,7 @@ def _down_kernel(
     expert_ref, used_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref, before_ref,
     r_ref, words_ref, y_ref,
 ):  # fmt: skip
-    t, rows = pl.program_id(1), h_ref.shape[1]
+    t, rows, columns = pl.program_id(1), h_ref.shape[1], words_ref.shape[1]
 
     @pl.when(t == 0)
     def _():
@@ -220,13 +220,17 @@ def _down_kernel(
         @pl.when(_fresh(expert_ref, t))
         def _():
             def store(i, which, odd, words):
-                # Words of rows 0, 1 and of rows 2, 3 lie in turn, so rows are in order.
+                # Words of rows 0, 1 and of rows 2, 3 lie in turn, so rows are in order. Only
+                # arrays of one tile of lanes have such stores.
                 at = pl.ds(i * 2 * SUBLANES + which, SUBLANES, stride=2)
-                words_ref.at[odd][at] = words
+                for c in range(columns):
+                    words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
 
             _unpack(codes_ref.at[0], scales_ref.at[0], _neighbours, store)
 
-        y_ML = _product(h_ref, lambda i: words_ref[i])
+        y_ML = _product(
+            h_ref, lambda i: jnp.concatenate([words_ref[i, c] for c in range(columns)], axis=1)
+        )
         y_ref[...] = y_ML.astype(h_ref.dtype).astype(jnp.float32)
 
         def add(m, _):
@@ -303,7 +307,7 @@ def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, 
             ],
             out_specs=sums,
             scratch_shapes=[
-                pltpu.VMEM((2, size // 2, w2.codes.shape[2]), jnp.uint32),
+                pltpu.VMEM((2, w2.codes.shape[2] // LANES, size // 2, LANES), jnp.uint32),
                 pltpu.VMEM((rows, size), jnp.float32),
             ],
         ),
