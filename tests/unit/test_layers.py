@@ -30,8 +30,11 @@ def x():
     return jax.random.normal(jax.random.key(0), (2, 9, 64))
 
 
-def layer(form: str) -> LatentMoE:
-    return LatentMoE(tiny.config(), Maker(nnx.Rngs(3), jnp.float32, 0.1), form)
+def layer(form: str, activations: str | None = None) -> LatentMoE:
+    config = tiny.config()
+    moe = dataclasses.replace(config.moe, expert_activations=activations)
+    config = dataclasses.replace(config, moe=moe)
+    return LatentMoE(config, Maker(nnx.Rngs(3), jnp.float32, 0.1), form)
 
 
 def close(got, want):
@@ -45,9 +48,11 @@ def test_without_routed_experts_the_shared_ones_remain_in_full(form, x):
     close(moe(x, TOKENS)[0], moe.shared(x, TOKENS))
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "dense"])
-def test_without_shared_experts_the_norm_of_the_sum_remains(form, x):
-    moe = layer(form)
+@pytest.mark.parametrize(
+    ("form", "activations"), [("mxfp4", None), ("dense", None), ("mxfp4", "mxfp8")]
+)
+def test_without_shared_experts_the_norm_of_the_sum_remains(form, activations, x):
+    moe = layer(form, activations)
     config = moe.config
     moe.shared.down_proj.set_value(jnp.zeros_like(moe.shared.down_proj[...]))
     rows = x.reshape(-1, 64)
@@ -60,6 +65,7 @@ def test_without_shared_experts_the_norm_of_the_sum_remains(form, x):
         moe._weights("w2"),
         situ_beta=config.situ_beta,
         situ_linear_beta=config.situ_linear_beta,
+        activations=activations,
     )
     normed = rms_norm(total, moe.latent_norm[...], config.rms_norm_eps)
     close(moe(x, TOKENS)[0].reshape(-1, 64), linear(normed, moe.latent_up))

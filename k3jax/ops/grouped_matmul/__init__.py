@@ -98,6 +98,28 @@ def experts(
     )
 
 
+def activation_error(
+    z_NL: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    w13: MXFP4 | jax.Array,
+    w2: MXFP4 | jax.Array,
+    *,
+    activations: str = "mxfp8",
+    **options,
+) -> jax.Array:
+    """How far rounded activations move the routed output: W4A8 against W4A16 on packed weights.
+
+    Args are those of `experts`. Returns float32, ``|r8 - r16| / |r16|`` over all tokens (L2), of
+    float32 results, so that the rounding of the output is in neither.
+    """
+    options["out_dtype"] = jnp.float32
+    arrays = (z_NL, ids_Nk, weights_Nk, w13, w2)
+    exact_NL = experts(*arrays, **options)
+    rounded_NL = experts(*arrays, activations=activations, **options)
+    return jnp.linalg.norm(rounded_NL - exact_NL) / jnp.linalg.norm(exact_NL)
+
+
 def _differentiable(name: str):
     """A kernel whose gradients, for z and weights, are those of the portable form."""
 
