@@ -20,7 +20,7 @@ IMPLEMENTATIONS = {"tiles": xla.tiles, "dense": xla.dense, "mosaic_tpu": mosaic_
 
 # What "auto" tries before "tiles", in this order; refusals take
 # (z_NL, ids_Nk, w13, w2, activations).
-KERNELS = {"mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal)}
+KERNELS: dict[str, Kernel] = {"mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal)}
 
 ACTIVATIONS = (None, "mxfp8")
 _log = logging.getLogger(__name__)

@@ -300,7 +300,8 @@ def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, 
             grid=(width // size, expert_T.shape[0]),
             in_specs=[
                 pl.BlockSpec(
-                    (2, rows, h_2RC.shape[2]), lambda o, t, _, used, *__: (0, _used_tile(t, used), 0)
+                    (2, rows, h_2RC.shape[2]),
+                    lambda o, t, _, used, *__: (0, _used_tile(t, used), 0),
                 ),
                 *_weight_specs(w2, size),
                 sums,
@@ -369,7 +370,11 @@ def experts(
             return _down(expert_S, used_1, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
 
         r_NL = jnp.zeros((tokens, L), jnp.float32)
-        r_NL = add(0, r_NL) if total == size else lax.fori_loop(0, pl.cdiv(tiles.used, size), add, r_NL)
+        r_NL = (
+            add(0, r_NL)
+            if total == size
+            else lax.fori_loop(0, pl.cdiv(tiles.used, size), add, r_NL)
+        )
         return r_NL.astype(out_dtype)
 
     if N <= TOKENS:
