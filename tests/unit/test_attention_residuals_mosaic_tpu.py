@@ -20,9 +20,9 @@ OPTIONS = {"eps": 1e-5, "out_eps": 1e-6}
 @pytest.fixture(autouse=True)
 def _interpreted():
     entry = {"mosaic_tpu": partial(mosaic_tpu.read, interpret=True)}
-    with mock.patch.dict(ar.IMPLEMENTATIONS, entry):
-        with mock.patch.object(target, "device_kind", return_value="TPU v5p"):
-            yield
+    told = mock.patch.object(target, "device_kind", return_value="TPU v5p")
+    with mock.patch.dict(ar.IMPLEMENTATIONS, entry), told:
+        yield
 
 
 def draw(batch, tokens, dtype):

@@ -1,9 +1,9 @@
 """A depth read, mix and RMSNorm, as one Pallas kernel for TPUs (Mosaic).
 
 The grid is (tiles of up to `ROWS` tokens, bank rows). A step has one source of a tile of tokens in
-VMEM: it takes the sources' scores in float32 and merges them by online softmax, the running sum
-first, into the sum of the tile. The bank row is read by a prefetched count: steps past it repeat the
-last block, so rows behind it are neither copied nor looked at. The last step norms and writes.
+VMEM: it scores the source in float32 and merges it by online softmax into the sum of the tile; the
+running sum of the block comes first. Steps past the count, a prefetched scalar, repeat the last
+block, so bank rows behind it are neither copied nor looked at. The last step norms and writes.
 
 Every source is read from HBM once, nothing but the result is written, and no float32 copy of a
 source exists outside registers. Within a step tokens go in groups of 16 over columns of 128 lanes,

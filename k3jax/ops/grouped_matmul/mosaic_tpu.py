@@ -109,16 +109,12 @@ def _extreme_floats(codes, scale_bytes):
     return out
 
 
-def _spread(bytes_RG, width: int):
-    """[R, width]: each group's entry in the 16 lanes of its bytes."""
-    rows, groups = bytes_RG.shape
-    if groups < LANES:
-        fill = jnp.zeros((rows, LANES - groups), bytes_RG.dtype)
-        bytes_RG = jnp.concatenate([bytes_RG, fill], axis=1)
-    group_RL = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) // (GROUP // 2)
+def _spread(bytes_RL, width: int):
+    """[R, width]: each group's entry, of up to LANES, in the lanes of its bytes."""
+    group_RL = lax.broadcasted_iota(jnp.int32, bytes_RL.shape, 1) // (GROUP // 2)
     per_tile = 2 * LANES // GROUP
     parts = [
-        jnp.take_along_axis(bytes_RG, group_RL + i * per_tile, axis=1, mode="promise_in_bounds")
+        jnp.take_along_axis(bytes_RL, group_RL + i * per_tile, axis=1, mode="promise_in_bounds")
         for i in range(width // LANES)
     ]
     return jnp.concatenate(parts, axis=1)
@@ -135,24 +131,30 @@ def _neighbours(words):
     return tuple((x | x << 8) & _both(0xFF) for x in (low, high))
 
 
-def _unpack(codes_ref, scales_ref, pairs, store):
-    """Unpacks a block [O, width / 2].
+def _unpack(codes_ref, scales_ref, lanes_ref, pairs, store):
+    """Unpacks a block [O, width / 2], whose scales are [groups, O].
 
     Args:
+      lanes_ref: for scales as words, a row of weights each.
       pairs: which rows share a word, `_alternate` or `_neighbours`.
       store: called with (step, 0 or 1 of ``pairs``, 0 for even and 1 for odd columns, words) for
         every four rows of SUBLANES words.
     """
     rows, width = codes_ref.shape
-    scale_OG = scales_ref[...].astype(jnp.int32)
-    extreme = jnp.max(jnp.where((scale_OG < 2) | (scale_OG > 252), 1, 0)) > 0
+    scale_GO = scales_ref[...].astype(jnp.int32)
+    extreme = jnp.max(jnp.where((scale_GO < 2) | (scale_GO > 252), 1, 0)) > 0
+    if scale_GO.shape[0] < LANES:
+        fill = jnp.zeros((LANES - scale_GO.shape[0], rows), jnp.int32)
+        scale_GO = jnp.concatenate([scale_GO, fill], axis=0)
+    lanes_ref[...] = lax.bitcast_convert_type(scale_GO.T, jnp.uint32)
 
     def run(floats, exponents):
         def step(i, _):
-            at = pl.ds(pl.multiple_of(i * 4 * SUBLANES, 4 * SUBLANES), 4 * SUBLANES)
-            codes = pairs(pltpu.bitcast(codes_ref[at], jnp.uint32))
-            scales = pairs(pltpu.bitcast(scales_ref[at], jnp.uint32))
-            for which, (code, scale) in enumerate(zip(codes, scales, strict=True)):
+            first = pl.multiple_of(i * 4 * SUBLANES, 4 * SUBLANES)
+            codes = pltpu.bitcast(codes_ref[pl.ds(first, 4 * SUBLANES)], jnp.uint32)
+            of_row = [lanes_ref[pl.ds(first + r, SUBLANES, stride=4)] for r in range(4)]
+            scales = of_row[0] | of_row[1] << 8 | of_row[2] << 16 | of_row[3] << 24
+            for which, (code, scale) in enumerate(zip(pairs(codes), pairs(scales), strict=True)):
                 spread = _spread(exponents(scale), width)
                 for odd in (0, 1):
                     store(i, which, odd, floats(code >> 4 * odd, spread))
@@ -174,14 +176,14 @@ def _fresh(expert_ref, t):
 
 
 def _product(x_ref, words):
-    """[M, O] in float32 of even and odd columns; ``words(odd)`` are pairs of rows of a weight."""
-    parts = [dot(x_ref[i], pltpu.bitcast(words(i), jnp.bfloat16), _NT) for i in (0, 1)]
+    """[M, O] in float32, of even and odd columns: of x, and of pairs of rows of a weight."""
+    parts = [dot(x_ref[i], pltpu.bitcast(words[i], jnp.bfloat16), _NT) for i in (0, 1)]
     return parts[0] + parts[1]
 
 
 def _up_kernel(
-    expert_ref, used_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref, words_ref,
-    *, betas,
+    expert_ref, used_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
+    words_ref, lanes_ref, *, betas,
 ):  # fmt: skip
     t = pl.program_id(1)
 
@@ -196,18 +198,16 @@ def _up_kernel(
                     at = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
                     words_ref[half, which, odd, at] = words
 
-                _unpack(codes_ref.at[0], scales_ref.at[0], _alternate, store)
+                _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _alternate, store)
 
         for odd in (0, 1):
-            gate_MO, up_MO = (
-                _product(x_ref, lambda i, half=half: words_ref[half, odd, i]) for half in (0, 1)
-            )
+            gate_MO, up_MO = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
             h_ref[odd] = situ(gate_MO, up_MO, *betas).astype(h_ref.dtype)
 
 
 def _down_kernel(
-    expert_ref, used_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref, before_ref,
-    r_ref, words_ref, y_ref,
+    expert_ref, used_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref,
+    before_ref, r_ref, words_ref, lanes_ref, y_ref,
 ):  # fmt: skip
     t, rows, columns = pl.program_id(1), h_ref.shape[1], words_ref.shape[1]
 
@@ -226,10 +226,10 @@ def _down_kernel(
                 for c in range(columns):
                     words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
 
-            _unpack(codes_ref.at[0], scales_ref.at[0], _neighbours, store)
+            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _neighbours, store)
 
         y_ML = _product(
-            h_ref, lambda i: jnp.concatenate([words_ref[i, c] for c in range(columns)], axis=1)
+            h_ref, [jnp.concatenate([words_ref[i, c] for c in range(columns)], 1) for i in (0, 1)]
         )
         y_ref[...] = y_ML.astype(h_ref.dtype).astype(jnp.float32)
 
@@ -249,11 +249,23 @@ def _used_tile(t, used):
 
 
 def _weight_specs(w: MXFP4, size: int, offset: int = 0):
-    """Blocks of codes and scales: ``size`` rows of the expert of a tile."""
-    return [
-        pl.BlockSpec((1, size, a.shape[2]), lambda o, t, expert, *_: (expert[t], o + offset, 0))
-        for a in (w.codes, w.scales)
-    ]
+    """Blocks of codes and of scales: ``size`` rows of the expert of a tile."""
+    codes = pl.BlockSpec(
+        (1, size, w.codes.shape[2]), lambda o, t, expert, *_: (expert[t], o + offset, 0)
+    )
+    scales = pl.BlockSpec(
+        (1, w.scales.shape[2], size), lambda o, t, expert, *_: (expert[t], 0, o + offset)
+    )
+    return [codes, scales]
+
+
+def _arrays(w: MXFP4) -> list[Array]:
+    """Codes, and scales with rows innermost.
+
+    That is how a TPU keeps [.., O, groups] unless groups fill lanes. An operand with groups
+    innermost is a copy of the scales of all layers, 1.5 GB of K3.1's on one of 64 devices.
+    """
+    return [w.codes, w.scales.swapaxes(1, 2)]
 
 
 def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, interpret) -> Array:
@@ -278,13 +290,16 @@ def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, interpret) -> Array:
                 *_weight_specs(w13, size, blocks),
             ],
             out_specs=of_tile(size // 2, lambda o: o),
-            scratch_shapes=[pltpu.VMEM((2, 2, 2, size // 4, w13.codes.shape[2]), jnp.uint32)],
+            scratch_shapes=[
+                pltpu.VMEM((2, 2, 2, size // 4, w13.codes.shape[2]), jnp.uint32),
+                pltpu.VMEM((size, LANES), jnp.uint32),
+            ],
         ),
         out_shape=jax.ShapeDtypeStruct((2, x_2RC.shape[1], width // 2), x_2RC.dtype),
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="experts_up",
-    )(expert_T, used_1, x_2RC, *[w13.codes, w13.scales] * 2)
+    )(expert_T, used_1, x_2RC, *_arrays(w13) * 2)
 
 
 def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, interpret) -> Array:
@@ -309,6 +324,7 @@ def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, 
             out_specs=sums,
             scratch_shapes=[
                 pltpu.VMEM((2, w2.codes.shape[2] // LANES, size // 2, LANES), jnp.uint32),
+                pltpu.VMEM((size, LANES), jnp.uint32),
                 pltpu.VMEM((rows, size), jnp.float32),
             ],
         ),
@@ -317,7 +333,7 @@ def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, 
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="experts_down",
-    )(*scalars, h_2RC, w2.codes, w2.scales, r_NL)
+    )(*scalars, h_2RC, *_arrays(w2), r_NL)
 
 
 def experts(
@@ -370,12 +386,9 @@ def experts(
             return _down(expert_S, used_1, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
 
         r_NL = jnp.zeros((tokens, L), jnp.float32)
-        r_NL = (
-            add(0, r_NL)
-            if total == size
-            else lax.fori_loop(0, pl.cdiv(tiles.used, size), add, r_NL)
-        )
-        return r_NL.astype(out_dtype)
+        if total == size:
+            return add(0, r_NL).astype(out_dtype)
+        return lax.fori_loop(0, pl.cdiv(tiles.used, size), add, r_NL).astype(out_dtype)
 
     if N <= TOKENS:
         return some(z_NL, ids_Nk, weights_Nk)
