@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from k3jax.errors import InputError
 from k3jax.ops import choice, target
 from k3jax.ops.choice import Kernel
-from k3jax.ops.grouped_matmul import mosaic_gpu, xla
+from k3jax.ops.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
 from k3jax.quantization.mxfp4 import MXFP4
 
 # name -> f(z_NL, ids_Nk, weights_Nk, w13, w2, *, first, num_experts, out_dtype, situ_beta,
@@ -20,11 +20,15 @@ IMPLEMENTATIONS = {
     "tiles": xla.tiles,
     "dense": xla.dense,
     "mosaic_gpu": mosaic_gpu.experts,
+    "mosaic_tpu": mosaic_tpu.experts,
 }
 
 # What "auto" tries before "tiles", in this order; refusals take
 # (z_NL, ids_Nk, w13, w2, activations).
-KERNELS = {"mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal)}
+KERNELS = {
+    "mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal),
+    "mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal),
+}
 
 ACTIVATIONS = (None, "mxfp8")
 _log = logging.getLogger(__name__)
