@@ -11,7 +11,6 @@ from flax import nnx
 from k3jax.cache.state import CacheArrays, KDACache, with_windows
 from k3jax.config import Config
 from k3jax.layers.decoder import DecoderLayer, Depth, DepthRead
-from k3jax.layers.norms import rms_norm
 from k3jax.layers.params import Maker, linear, whole
 from k3jax.layers.tokens import Tokens
 from sharding import collectives
@@ -201,13 +200,7 @@ class Transformer(nnx.Module):
 
     def final_hidden(self, depth: Depth) -> jax.Array:
         """Output mix and final norm, [B, T, D]."""
-        c = self.config
-        return rms_norm(
-            self.output_res(depth),
-            self.final_norm[...],
-            c.rms_norm_eps,
-            weight_after_cast=c.norm_weight_after_cast,
-        )
+        return self.output_res(depth, self.final_norm)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """[..., D] -> [..., V] float32, rounded to the compute dtype first."""

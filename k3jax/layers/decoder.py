@@ -12,7 +12,6 @@ from k3jax.config import Config, LayerSpec
 from k3jax.layers.feed_forward import FeedForward, LatentMoE
 from k3jax.layers.global_attention import GlobalAttention
 from k3jax.layers.kda import KimiDeltaAttention
-from k3jax.layers.norms import rms_norm
 from k3jax.layers.params import Maker
 from k3jax.layers.tokens import Tokens
 from k3jax.ops import attention_residuals
@@ -27,14 +26,19 @@ class DepthRead(nnx.Module):
         # Zero queries mix evenly at the start of training, as the Attention Residuals paper does.
         self.query = make((config.hidden_size,), ("embed",), "zeros")
 
-    def __call__(self, depth: Depth) -> jax.Array:
-        return attention_residuals.mix(
+    def __call__(self, depth: Depth, out_norm: nnx.Param) -> jax.Array:
+        """The mix through the norm of the sublayer that reads it, [B, T, D]."""
+        c = self.config
+        return attention_residuals.read(
             depth.bank_NBTD,
             depth.partial_BTD,
             self.norm[...],
             self.query[...],
+            out_norm[...],
             depth.count,
-            eps=self.config.rms_norm_eps,
+            eps=c.rms_norm_eps,
+            out_eps=c.rms_norm_eps,
+            weight_after_cast=c.norm_weight_after_cast,
         )
 
 
@@ -104,10 +108,6 @@ class DecoderLayer(nnx.Module):
         else:
             self.ffn = LatentMoE(config, make, experts, extra_experts)
 
-    def _norm(self, x, weight):
-        c = self.config
-        return rms_norm(x, weight[...], c.rms_norm_eps, weight_after_cast=c.norm_weight_after_cast)
-
     def __call__(self, depth: Depth, cache, tokens: Tokens, slot=None):
         """Args:
           depth: bank and running sum of owned tokens.
@@ -119,7 +119,7 @@ class DecoderLayer(nnx.Module):
         """
         aux = {}
         with jax.named_scope("depth"):
-            x = self._norm(self.attention_res(depth), self.input_norm)
+            x = self.attention_res(depth, self.input_norm)
             depth = depth.append_at_boundary(self.config.attn_res_block_size)
         if isinstance(self.attention, KimiDeltaAttention):
             with jax.named_scope("kda"):
@@ -129,7 +129,7 @@ class DecoderLayer(nnx.Module):
                 y, cache, aux = self.attention(x, cache, tokens, slot)
         with jax.named_scope("depth"):
             depth = depth.add(y)
-            y = self._norm(self.ffn_res(depth), self.post_attention_norm)
+            y = self.ffn_res(depth, self.post_attention_norm)
         if isinstance(self.ffn, FeedForward):
             with jax.named_scope("dense"):
                 y = self.ffn(y, tokens)

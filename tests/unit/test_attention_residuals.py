@@ -73,7 +73,9 @@ def test_scores_are_not_rounded_to_the_model_dtype():
     got = ar.mix(bank, partial, norms[0], queries[0], N, eps=EPS)
     sources = np.concatenate([np.asarray(bank, np.float64), np.asarray(partial, np.float64)[None]])
     want = oracle(sources, np.asarray(norms[0], np.float64), np.asarray(queries[0], np.float64))
-    rounded = jnp.asarray(want, jnp.float32).astype(jnp.bfloat16)
-    off = np.abs(np.asarray(got, np.float64) - np.asarray(rounded, np.float64))
-    assert (off <= np.abs(want) * 2**-8 + 1e-6).all()
-    assert (off == 0).mean() > 0.99
+    noise = tol.DEPTH_MIX_FP32 * np.abs(want).max()
+    low, high = (
+        jnp.asarray(x, jnp.float32).astype(jnp.bfloat16) for x in (want - noise, want + noise)
+    )
+    assert ((low <= got) & (got <= high)).all()
+    assert (low == high).mean() > 0.95  # so nearly all values are given

@@ -10,17 +10,127 @@ embedding, then the sum of each finished block) and the running sum of the block
 Sources: the Attention Residuals paper, the Kimi K3 report, and Moonshot's published modelling code
 for the precision (float32 scores and mix) and for the order of reading and appending.
 
-`mix` is the plain form. `score_bank` and `merge_partial` are the two-phase form: the bank does not
-change inside a block, so its part of the softmax is computed once for all queries of the block and
-the running sum is merged in by online softmax. `mix_all` is the full, unblocked variant.
+`read` is what a sublayer does: the mix and the sublayer's RMSNorm in one pass over the sources,
+with a kernel where the device has one. `mix` is its first half. `score_bank` and `merge_partial`
+or `merge_read` are the two-phase form: the bank does not change inside a block, so its part of the
+softmax is computed once for all queries of the block and the running sum is merged in by online
+softmax. `mix_all` is the full, unblocked variant.
 """
 
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+
+from k3jax.errors import InputError
+from k3jax.ops import choice, target
+from k3jax.ops.attention_residuals import xla
 from k3jax.ops.attention_residuals.xla import (
     BankPart,
     merge_partial,
+    merge_read,
     mix,
     mix_all,
     score_bank,
 )
+from k3jax.ops.choice import Kernel
 
-__all__ = ["BankPart", "merge_partial", "mix", "mix_all", "score_bank"]
+__all__ = ["BankPart", "merge_partial", "merge_read", "mix", "mix_all", "read", "score_bank"]
+
+# name -> f(bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D, count, *, eps, out_eps,
+# weight_after_cast) -> [B, T, D]; ``count`` is an int32 scalar, 0 to N. Rows from ``count`` on may
+# hold NaN.
+IMPLEMENTATIONS = {"xla": xla.read}
+
+# What "auto" tries before "xla", in this order; refusals take (bank_NBTD, partial_BTD).
+KERNELS: dict[str, Kernel] = {}
+
+_log = logging.getLogger(__name__)
+
+
+def read(
+    bank_NBTD: jax.Array,
+    partial_BTD: jax.Array,
+    norm_D: jax.Array,
+    query_D: jax.Array,
+    out_norm_D: jax.Array,
+    count: jax.Array | int,
+    *,
+    eps: float,
+    out_eps: float,
+    weight_after_cast: bool,
+    implementation: str = "auto",
+) -> jax.Array:
+    """RMSNorm of the softmax mix of the first ``count`` bank rows and the running sum.
+
+    Args:
+      bank_NBTD: [N, B, T, D], float32 or bfloat16; rows from ``count`` on may hold anything.
+      partial_BTD: [B, T, D], the running sum of the current block, in the dtype of the bank.
+      norm_D, query_D: [D], the norm weight and the fixed query of this read.
+      out_norm_D: [D], the weight of the sublayer's norm.
+      count: valid bank rows, 0 to N; with 0 the running sum itself is normed.
+      eps: inside the root of the key norm.
+      out_eps, weight_after_cast: of the sublayer's norm; see `k3jax.ops.rms_norm`.
+      implementation: "xla", the portable form; a name in `KERNELS`; "auto", the kernel of the
+        device if it takes these arrays, else the portable form. Reverse-mode gradients of all are
+        those of the portable form, for all arrays.
+
+    Returns:
+      [B, T, D] in the dtype of ``partial_BTD``. The mix is formed in float32 and rounded to that
+      dtype before the norm.
+
+    Raises:
+      InputError: shapes or dtypes that do not fit, an unknown implementation, or a kernel that
+        does not run here or cannot take these arrays.
+
+    Source: Kimi K3 technical report (Attention Residuals); Moonshot's published modelling code.
+    """
+    _check(bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D)
+    name, reason = choice.select(
+        *("attention_residuals", implementation, IMPLEMENTATIONS, KERNELS, target.device_kind()),
+        (bank_NBTD, partial_BTD),
+    )
+    _log.debug("attention_residuals %s -> %s (%s)", bank_NBTD.shape, name, reason)
+    options = {"eps": eps, "out_eps": out_eps, "weight_after_cast": weight_after_cast}
+    inputs = bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D, jnp.asarray(count, jnp.int32)
+    run = _differentiable if name in KERNELS else functools.partial
+    return run(IMPLEMENTATIONS[name], **options)(*inputs)
+
+
+def _differentiable(kernel, **options):
+    """A kernel whose gradients are those of the portable form."""
+
+    @jax.custom_vjp
+    def call(*inputs):
+        return kernel(*inputs, **options)
+
+    def keep(*inputs):
+        return call(*inputs), inputs
+
+    def pull(inputs, cotangent):
+        *arrays, count = inputs
+        back = jax.vjp(lambda *arrays: xla.read(*arrays, count, **options), *arrays)[1]
+        return (*back(cotangent), None)
+
+    call.defvjp(keep, pull)
+    return call
+
+
+def _check(bank_NBTD, partial_BTD, *vectors) -> None:
+    if bank_NBTD.ndim != 4 or bank_NBTD.shape[1:] != partial_BTD.shape:
+        raise InputError(
+            f"attention_residuals: bank {bank_NBTD.shape} and running sum {partial_BTD.shape} are "
+            "not [N, B, T, D] and [B, T, D]"
+        )
+    if bank_NBTD.dtype != partial_BTD.dtype:
+        raise InputError(
+            f"attention_residuals: bank {bank_NBTD.dtype} and running sum {partial_BTD.dtype} have "
+            "two dtypes"
+        )
+    D = partial_BTD.shape[-1]
+    if any(vector.shape != (D,) for vector in vectors):
+        shapes = ", ".join(str(vector.shape) for vector in vectors)
+        raise InputError(f"attention_residuals: norm, query and out_norm {shapes} are not [{D}]")

@@ -1,4 +1,9 @@
-"""Portable forms. All arithmetic in float32, HIGHEST precision on every contraction."""
+"""Portable forms. All arithmetic in float32.
+
+Rows of a bank are scored one at a time and mixed in one fused sum, so that at most one of them
+stands in memory in float32 (28 KiB a token at K3's width): a compiler that does not fuse the
+conversion into both sums of a score would make such a copy of the whole bank.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-HIGHEST = lax.Precision.HIGHEST
-
-
-def _scores(v: jax.Array, key_weight: jax.Array, eps: float) -> jax.Array:
-    """[..., D] raw rows, [D] or [Q, D] norm times query -> [...] or [..., Q], all float32."""
-    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + jnp.float32(eps))
-    dots = jnp.einsum("...d,qd->...q", v, jnp.atleast_2d(key_weight), precision=HIGHEST)
-    scores = dots * inverse_rms[..., None]
-    return scores if key_weight.ndim == 2 else scores[..., 0]
+from k3jax.ops.rms_norm import rms_norm
 
 
 def _key_weight(norm, query):
     return norm.astype(jnp.float32) * query.astype(jnp.float32)
+
+
+def _scores(v: jax.Array, key_weight_D: jax.Array, eps: float) -> jax.Array:
+    """[..., D] raw rows -> [...] float32."""
+    v = v.astype(jnp.float32)
+    inverse_rms = lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + jnp.float32(eps))
+    return jnp.sum(v * key_weight_D, axis=-1) * inverse_rms
+
+
+def _bank_scores(score, bank_NBTD: jax.Array, count) -> tuple[jax.Array, jax.Array]:
+    """Scores of rows and the bank, -inf and zeros for rows that are not there (they may hold NaN).
+
+    Args:
+      score: [B, T, D] -> [B, T] or [Q, B, T] float32.
+    """
+    live_N = jnp.arange(bank_NBTD.shape[0]) < count
+    bank_NBTD = jnp.where(live_N[:, None, None, None], bank_NBTD, jnp.zeros((), bank_NBTD.dtype))
+    # Without the checkpoint the backward pass would keep every row in float32.
+    scores = lax.map(jax.checkpoint(score), bank_NBTD)
+    return jnp.where(live_N.reshape(-1, *[1] * (scores.ndim - 1)), scores, -jnp.inf), bank_NBTD
+
+
+def _weighted(weights_NBT: jax.Array, rows_NBTD: jax.Array) -> jax.Array:
+    """Sum over N in float32, in one pass."""
+    pairs = zip(weights_NBT, rows_NBTD, strict=True)
+    return sum(w[..., None] * row.astype(jnp.float32) for w, row in pairs)
 
 
 def mix(
@@ -35,7 +58,7 @@ def mix(
     """Softmax mix of the first ``count`` bank rows and the running sum.
 
     Args:
-      bank_NBTD: [N, B, T, D]; rows from ``count`` on are not read (they must be finite).
+      bank_NBTD: [N, B, T, D]; rows from ``count`` on may hold anything.
       partial_BTD: [B, T, D], the running sum of the current block.
       norm_D, query_D: [D], the norm weight and the fixed query of this read.
       count: valid bank rows, 0 to N; 0 returns ``partial_BTD`` unchanged.
@@ -44,30 +67,37 @@ def mix(
       [B, T, D] in the dtype of ``partial_BTD``.
     """
     key_weight = _key_weight(norm_D, query_D)
-    bank, partial = bank_NBTD.astype(jnp.float32), partial_BTD.astype(jnp.float32)
-    live_N = jnp.arange(bank.shape[0]) < count
-    bank_scores = jnp.where(live_N[:, None, None], _scores(bank, key_weight, eps), -jnp.inf)
-    scores = jnp.concatenate([bank_scores, _scores(partial, key_weight, eps)[None]])
+    score = lambda v_BTD: _scores(v_BTD, key_weight, eps)  # noqa: E731
+    scores, bank = _bank_scores(score, bank_NBTD, count)
+    scores = jnp.concatenate([scores, score(partial_BTD)[None]])
     weights = jax.nn.softmax(scores, axis=0)
-    mixed = jnp.einsum("nbt,nbtd->btd", weights[:-1], bank, precision=HIGHEST)
-    return (mixed + weights[-1][..., None] * partial).astype(partial_BTD.dtype)
+    mixed = _weighted(weights[:-1], bank)
+    own = weights[-1][..., None] * partial_BTD.astype(jnp.float32)
+    return (mixed + own).astype(partial_BTD.dtype)
+
+
+def read(
+    bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D, count, *,
+    eps: float, out_eps: float, weight_after_cast: bool,
+) -> jax.Array:  # fmt: skip
+    """See `k3jax.ops.attention_residuals.read`."""
+    mixed = mix(bank_NBTD, partial_BTD, norm_D, query_D, count, eps=eps)
+    return rms_norm(mixed, out_norm_D, out_eps, weight_after_cast=weight_after_cast)
 
 
 def mix_all(sources_NBTD, norm_D, query_D, count=None, *, eps: float) -> jax.Array:
     """The full (unblocked) variant: the mix over the embedding and every earlier sublayer output.
 
     Args:
-      sources_NBTD: [N, B, T, D], oldest first; rows from ``count`` on are not read.
+      sources_NBTD: [N, B, T, D], oldest first; rows from ``count`` on may hold anything.
     Returns:
       [B, T, D] in the dtype of the sources.
     """
-    v = sources_NBTD.astype(jnp.float32)
-    scores = _scores(v, _key_weight(norm_D, query_D), eps)
-    if count is not None:
-        live_N = jnp.arange(v.shape[0]) < count
-        scores = jnp.where(live_N[:, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=0)
-    return jnp.einsum("nbt,nbtd->btd", weights, v, precision=HIGHEST).astype(sources_NBTD.dtype)
+    count = sources_NBTD.shape[0] if count is None else count
+    key_weight = _key_weight(norm_D, query_D)
+    score = lambda v_BTD: _scores(v_BTD, key_weight, eps)  # noqa: E731
+    scores, sources = _bank_scores(score, sources_NBTD, count)
+    return _weighted(jax.nn.softmax(scores, axis=0), sources).astype(sources_NBTD.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -90,18 +120,21 @@ def score_bank(bank_NBTD, norms_QD, queries_QD, count, *, eps: float) -> BankPar
     """Phase one: scores of all ``count`` bank rows for the Q reads of a block at once.
 
     Args:
-      bank_NBTD: [N, B, T, D].
+      bank_NBTD: [N, B, T, D]; rows from ``count`` on may hold anything.
       norms_QD, queries_QD: [Q, D], one pair a sublayer of the block.
     """
-    v = bank_NBTD.astype(jnp.float32)
-    scores = _scores(v, _key_weight(norms_QD, queries_QD), eps)  # [N, B, T, Q]
-    live_N = jnp.arange(v.shape[0]) < count
-    scores = jnp.where(live_N[:, None, None, None], scores, -jnp.inf)
+    key_weights = _key_weight(norms_QD, queries_QD)
+
+    def score(v_BTD):
+        v = v_BTD.astype(jnp.float32)
+        inverse_rms = lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + jnp.float32(eps))
+        dots = jnp.einsum("btd,qd->qbt", v, key_weights, precision=lax.Precision.HIGHEST)
+        return dots * inverse_rms
+
+    scores, bank = _bank_scores(score, bank_NBTD, count)  # [N, Q, B, T]
     top = jnp.max(scores, axis=0)
     weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - jnp.where(count > 0, top, 0.0)))
-    value = jnp.einsum("nbtq,nbtd->qbtd", weights, v, precision=HIGHEST)
-    move = lambda x: jnp.moveaxis(x, -1, 0)  # noqa: E731
-    return BankPart(move(top), move(jnp.sum(weights, axis=0)), value)
+    return BankPart(top, jnp.sum(weights, axis=0), _weighted(weights, bank[:, None]))
 
 
 def merge_partial(part: BankPart, index, partial_BTD, norm_D, query_D, *, eps: float) -> jax.Array:
@@ -110,11 +143,20 @@ def merge_partial(part: BankPart, index, partial_BTD, norm_D, query_D, *, eps: f
     Returns:
       [B, T, D] in the dtype of ``partial_BTD``; equal to `mix` up to float32 rounding.
     """
-    partial = partial_BTD.astype(jnp.float32)
-    score = _scores(partial, _key_weight(norm_D, query_D), eps)
+    score = _scores(partial_BTD, _key_weight(norm_D, query_D), eps)
     old_max = part.max_QBT[index]
     top = jnp.maximum(old_max, score)
     rescale, weight = jnp.exp(old_max - top), jnp.exp(score - top)
     total = part.sum_QBT[index] * rescale + weight
-    value = part.value_QBTD[index] * rescale[..., None] + weight[..., None] * partial
+    own = weight[..., None] * partial_BTD.astype(jnp.float32)
+    value = part.value_QBTD[index] * rescale[..., None] + own
     return (value / total[..., None]).astype(partial_BTD.dtype)
+
+
+def merge_read(
+    part: BankPart, index, partial_BTD, norm_D, query_D, out_norm_D, *,
+    eps: float, out_eps: float, weight_after_cast: bool,
+) -> jax.Array:  # fmt: skip
+    """`merge_partial` and the sublayer's norm; equal to `read` up to one rounding of the mix."""
+    mixed = merge_partial(part, index, partial_BTD, norm_D, query_D, eps=eps)
+    return rms_norm(mixed, out_norm_D, out_eps, weight_after_cast=weight_after_cast)
