@@ -30,7 +30,7 @@ def errors(pairs: Mapping[str, Callable[[], tuple[Any, Any]]]) -> dict[str, dict
 
 def told(sides) -> list[Any]:
     """Sides that ran and kept what they computed."""
-    return [side for side in sides if side.error is None and side.results and not side.part]
+    return [side for side in sides if side.error is None and side.results]
 
 
 def tensor_rows(side, at: np.ndarray) -> np.ndarray:

@@ -40,8 +40,14 @@ def scales(shape: tuple[int, ...], seed: int, low: int, high: int) -> jax.Array:
     return (low + bits(shape, seed) % jnp.uint32(high - low + 1)).astype(jnp.uint8)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def uniform(shape: tuple[int, ...], seed: int, dtype, spread: float, mean: float = 0.0):
+def uniform(
+    shape: tuple[int, ...], seed: int, dtype, spread: float, mean: float = 0.0
+) -> jax.Array:
     """Numbers of this standard deviation and mean, all alike between the ends."""
+    return _uniform(shape, seed, jnp.dtype(dtype), spread, mean)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _uniform(shape, seed, dtype, spread, mean):
     unit = (bits(shape, seed) >> 8).astype(jnp.float32) * jnp.float32(2.0**-23) - 1
     return (mean + jnp.float32(math.sqrt(3) * spread) * unit).astype(dtype)
