@@ -23,10 +23,10 @@ def sample(case: Case) -> np.ndarray:
 
 
 def expected(case: Case, workload, call: int, read: int, normed: bool = True) -> np.ndarray:
-    """float64 [n, D] of the sampled tokens; the mix alone if not ``normed``."""
+    """float64 [n, D] of the sampled tokens of a read; the mix alone if not ``normed``."""
     at, x = sample(case), workload.inputs[call % workload.sets]
     bank = np.asarray(x["bank"].reshape(case.bank, case.rows, -1)[:, at], np.float64)
-    own = np.asarray(x["partial"][read].reshape(case.rows, -1)[at], np.float64)
+    own = _rows(case, x["partial"][read])
     names = ("norm", "query", "out_norm")
     vectors = {name: np.asarray(workload.shared[name][read], np.float64) for name in names}
     found = []
@@ -38,17 +38,22 @@ def expected(case: Case, workload, call: int, read: int, normed: bool = True) ->
     return np.stack(found)
 
 
+def _rows(case: Case, x_BTD) -> np.ndarray:
+    """float64 [n, D] of the sampled tokens."""
+    return np.asarray(x_BTD.reshape(case.rows, -1)[sample(case)], np.float64)
+
+
 def found(case: Case, workload, program, sides) -> dict[str, dict[str, Any]]:
-    """Side -> its error in the last read of the last call, or why there is none."""
-    at, read = sample(case), case.times - 1
+    """Side -> its error in all reads of the last call, or why there is none."""
 
     def mine():
-        got = program.out[-1][read].reshape(case.rows, -1)[at]
-        return np.asarray(got, np.float64), expected(case, workload, program.calls - 1, read)
+        reads, call = range(case.times), program.calls - 1
+        got = [_rows(case, program.out[-1][read]) for read in reads]
+        return np.stack(got), np.stack([expected(case, workload, call, read) for read in reads])
 
     def theirs(side):
-        want = expected(case, workload, side.calls - 1, read, side.name != MIX)
-        return compare.tensor_rows(side, at), want
+        want = expected(case, workload, side.calls - 1, 0, side.name != MIX)
+        return compare.tensor_rows(side, sample(case)), want
 
     pairs = {"ours": mine} | {side.name: partial(theirs, side) for side in compare.told(sides)}
     return compare.errors(pairs)

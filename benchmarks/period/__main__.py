@@ -75,9 +75,8 @@ class Period(Benchmark):
 
     def added(self, case: cases.Case, workload, program, row, sides) -> Added:
         """The experts that were hit, the floors with them, and kernels by part."""
-        shared, (depth,), (cache,) = program.arguments
-        ids = np.asarray(workload.compiled_routed(shared, depth, cache))
-        hit = [len(np.unique(layer)) for layer in ids]
+        _, ids = program.out[-1]
+        hit = [len(np.unique(layer)) for layer in np.asarray(ids)]
         parts = case.floors(self.rates, sum(hit))
         floor = sum(parts.values())
         spent, notes = [], ["embedding, output mix and head are not part of it"]

@@ -103,30 +103,24 @@ class Workload:
         """Keeps the parameters, which other cases share."""
         self.shared = self.inputs = None
 
-    def _backbone(self, leaves, depth: Depth, cache, collect=()):
-        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-        return model.backbone(depth, positions(cache.lengths_B, 1, None), cache, collect)
-
     def step(self, leaves, depth: Depth, cache):
-        """(the running sum after the last layer [B, 1, D], the cache)."""
-        after, cached, _ = self._backbone(leaves, depth, cache)
+        """((the running sum after the last layer [B, 1, D], the experts of each layer and token,
+        int32 [layers, B, 1, k]), the cache)."""
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+        at = positions(cache.lengths_B, 1, None)
+        after, cached, routing = model.backbone(depth, at, cache, ("routing",))
         assert cached is not None
-        return after.partial_BTD, replace(cached, lengths_B=cache.lengths_B)
-
-    def routed(self, leaves, depth: Depth, cache) -> jax.Array:
-        """Experts of each layer and token, int32 [layers, B, 1, k]."""
-        return self._backbone(leaves, depth, cache, ("routing",))[2]["expert_ids"]
+        out = after.partial_BTD, routing["expert_ids"]
+        return out, replace(cached, lengths_B=cache.lengths_B)
 
     def compile(self, implementation: str):
-        """((compiled step, compiled `routed`), what ops chose) without making an array."""
+        """(compiled step, what ops chose) without making an array."""
         depth, cache = jax.eval_shape(lambda: (self._depth(), self._cache()))
         program = jax.jit(chain(self.step, self.calls), donate_argnums=2)
         with Said(*(f"k3jax.ops.{name}" for name in LOGGERS)) as said:
             lowered = program.lower(self.abstract, [depth], [cache])
-        routed = jax.jit(self.routed).lower(self.abstract, depth, cache)
-        return (lowered.compile(), routed.compile()), "; ".join(said.messages)
+        return lowered.compile(), "; ".join(said.messages)
 
     def program(self, implementation: str, compiled) -> Program:
-        step, self.compiled_routed = compiled
         arguments = (self.shared, self.inputs, [self._cache()])
-        return Program(implementation, step, arguments, self.calls)
+        return Program(implementation, compiled, arguments, self.calls)

@@ -50,10 +50,10 @@ def test_a_row_and_its_parts(compiled, tmp_path, capsys, monkeypatch):
 
 
 def test_a_step_writes_its_cache_in_place_and_keeps_its_length(compiled):
-    (step, _), _ = compiled
+    step, _ = compiled
     workload = ours.Workload(TOY, ours.Store())
     workload.make()
-    program = workload.program("auto", compiled[0])
+    program = workload.program("auto", step)
     before = [np.asarray(x) for x in jax.tree.leaves(program.arguments[2])]
     assert step.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in before)
     program.launch()
@@ -65,11 +65,13 @@ def test_a_step_writes_its_cache_in_place_and_keeps_its_length(compiled):
         assert (x != y).any()
         if x.shape[-2] == TOY.context:
             np.testing.assert_array_equal(x[..., :-1, :], y[..., :-1, :])
-    assert program.out[0].shape == (2, 1, TOY.config.hidden_size)
+    ((after, ids),) = program.out
+    assert after.shape == (2, 1, TOY.config.hidden_size)
+    assert ids.shape == (4, 2, 1, 3)
 
 
 def test_kernels_of_the_step_are_told_by_their_scopes(compiled):
-    (step, _), _ = compiled
+    step, _ = compiled
     known = profile.scopes(step.as_text())
     assert {*cases.PARTS, profile.OTHER} == set(known.fusions.values())
 
