@@ -13,6 +13,7 @@ _WHERE = {
     "Model": "k3jax.runtime",
     "Tokenizer": "k3jax.tokenizer",
     "Transformer": "k3jax.model",
+    "expert_loads": "k3jax.train.load_report",
     "load": "k3jax.loading",
 }
 __all__ = sorted([*_WHERE, "generate"])  # pyright: ignore[reportUnsupportedDunderAll]

@@ -77,6 +77,7 @@ class MoEConfig:
     num_shared_experts: int
     routed_scaling_factor: float = 1.0
     renormalize: bool = True
+    expert_activations: str | None = None  # what experts read: the model's dtype, or "mxfp8"
 
     @property
     def shared_size(self) -> int:

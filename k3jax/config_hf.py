@@ -68,7 +68,7 @@ def read(source: str | Path | dict[str, Any]) -> c.Config:
         "max_position_embeddings": text.integer("max_position_embeddings"),
         "initializer_range": text.number("initializer_range"),
         "mla": _mla(text),
-        "moe": _moe(text, quantization is not None),
+        "moe": _moe(text),
         "dsa": _dsa(text, rules.ARCHITECTURES[architecture], full_attention, unknown),
         "vision": vision,
         "mxfp4_experts": quantization is not None,
@@ -85,6 +85,7 @@ def read(source: str | Path | dict[str, Any]) -> c.Config:
         gate_lower_bound=linear.number("gate_lower_bound", null=True, sign=-1),
     )
     _apply_knobs(top, values, unknown)
+    _check_groups(text, values["moe"], quantization is not None)
     unknown += linear.unknown() + text.unknown() + top.unknown()
     if problems:
         raise ConfigError("\n  ".join(["the configuration is refused", *dict.fromkeys(problems)]))
@@ -127,7 +128,7 @@ def _mla(text: Section) -> c.MLAConfig:
     )
 
 
-def _moe(text: Section, quantized: bool) -> c.MoEConfig:
+def _moe(text: Section) -> c.MoEConfig:
     grouped = text.boolean("use_grouped_topk")
     for key in ("num_expert_group", "topk_group"):
         groups = text.integer(key)
@@ -137,21 +138,27 @@ def _moe(text: Section, quantized: bool) -> c.MoEConfig:
     experts, topk = text.integer("num_experts"), text.integer("num_experts_per_token")
     if topk > experts:
         text.refuse("num_experts_per_token", topk, f"more than num_experts = {experts}")
-    sizes = {
-        key: text.integer(key) for key in ("routed_expert_hidden_size", "moe_intermediate_size")
-    }
-    for key, size in sizes.items():
-        if quantized and size % rules.GROUP:
-            text.refuse(key, size, f"not a multiple of the MXFP4 group of {rules.GROUP}")
     return c.MoEConfig(
         num_experts=experts,
         num_experts_per_token=topk,
-        latent_size=sizes["routed_expert_hidden_size"],
-        intermediate_size=sizes["moe_intermediate_size"],
+        latent_size=text.integer("routed_expert_hidden_size"),
+        intermediate_size=text.integer("moe_intermediate_size"),
         num_shared_experts=text.integer("num_shared_experts"),
         routed_scaling_factor=text.number("routed_scaling_factor"),
         renormalize=text.boolean("moe_renormalize"),
     )
+
+
+def _check_groups(text: Section, moe: c.MoEConfig, quantized: bool) -> None:
+    formats = {"MXFP4": quantized, "MXFP8": moe.expert_activations == "mxfp8"}
+    used = next((name for name, on in formats.items() if on), None)
+    widths = {
+        "routed_expert_hidden_size": moe.latent_size,
+        "moe_intermediate_size": moe.intermediate_size,
+    }
+    for key, width in widths.items():
+        if used and width % rules.GROUP:
+            text.refuse(key, width, f"not a multiple of the {used} group of {rules.GROUP}")
 
 
 def _dsa(
@@ -277,7 +284,7 @@ def _apply_knobs(top: Section, values: dict[str, Any], unknown: list[str]) -> No
         if key in rules.CHOICES:
             value = own.get(key)
             if value not in rules.CHOICES[key]:
-                own.refuse(key, value, f"must be one of {list(rules.CHOICES[key])}")
+                own.refuse(key, value, f"must be one of {json.dumps(rules.CHOICES[key])}")
         else:
             value = own.boolean(key) if key == "norm_weight_after_cast" else own.number(key)
         if part is None:

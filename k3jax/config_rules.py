@@ -7,7 +7,7 @@ from typing import Any
 
 ARCHITECTURES = {"KimiK3ForConditionalGeneration": False, "KimiK31ForConditionalGeneration": True}
 TOPK_KEYS = ("index_topk", "topk", "index_top_k")  # open question: K3.1's own spelling
-GROUP = 32  # MXFP4 values under one scale
+GROUP = 32  # MXFP4 or MXFP8 values under one scale
 
 # What the configuration dump of the transformers library adds, and settings without effect here.
 IGNORED = frozenset(
@@ -30,6 +30,7 @@ KNOBS = (
     ("mla_latent_norm_eps", "mla", "latent_norm_eps"),
     ("index_key_norm_eps", "dsa", "key_norm_eps"),
     ("index_key_dtype", "dsa", "index_key_dtype"),
+    ("expert_activations", "moe", "expert_activations"),
     ("kda_state_dtype", "kda", "state_dtype"),
     ("dt_bias_init", "kda", "dt_bias_init"),
     ("vision_norm_eps", "vision", "norm_eps"),
@@ -40,6 +41,7 @@ KNOBS = (
 )
 CHOICES = {
     "index_key_dtype": ("bfloat16", "float8_e4m3fn"),
+    "expert_activations": (None, "mxfp8"),
     "kda_state_dtype": ("float32", "bfloat16"),
     "dt_bias_init": ("log_uniform", "zeros"),
     "router_dtype": ("float32", "bfloat16"),

@@ -110,7 +110,7 @@ class Transformer(nnx.Module):
 
     def backbone(
         self,
-        embedding_BTD: jax.Array,
+        embedding_BTD: jax.Array | Depth,
         positions_BT: jax.Array | Tokens,
         cache: CacheArrays | None = None,
         collect: tuple[str, ...] = (),
@@ -118,7 +118,8 @@ class Transformer(nnx.Module):
         """All layers, without the output mix.
 
         Args:
-          embedding_BTD: what enters layer 0, source 0 of every depth mix, of owned tokens.
+          embedding_BTD: what enters layer 0, source 0 of every depth mix, of owned tokens; or the
+            depth that earlier layers left, where these are layers of a deeper model.
           positions_BT: -1 for padding, which must stand at the end of a row; or `Tokens`.
           cache: None attends within the call only.
           collect: names from `COLLECTABLE`.
@@ -129,7 +130,9 @@ class Transformer(nnx.Module):
         if not isinstance(tokens, Tokens):
             tokens = Tokens.of(tokens, SINGLE)
         names = {n for kind in collect for n in COLLECTABLE[kind]}
-        depth = Depth.start(embedding_BTD, self.config.num_blocks)
+        depth = embedding_BTD
+        if not isinstance(depth, Depth):
+            depth = Depth.start(depth, self.config.num_blocks)
         rows: list[dict] = []
 
         def run(layer, depth, cache, slot=None):

@@ -52,16 +52,8 @@ class DSA(Benchmark):
     def check(self, implementation: str) -> None:
         ours.check(implementation)
 
-    def implementations(self, case: cases.Case, options: argparse.Namespace) -> list[str]:
-        """A layer chooses by itself."""
-        return ["auto"] if case.kind == "layer" else super().implementations(case, options)
-
     def workload(self, case: cases.Case, options: argparse.Namespace) -> ours.Workload:
         return ours.Workload(case, *((2, 4) if options.small else (24, 96)))
-
-    def late(self, case: cases.Case, implementation: str) -> bool:
-        """The portable form and the layer hold products that XLA tunes."""
-        return implementation == ours.PORTABLE or case.kind == "layer"
 
     def floor(self, case: cases.Case, rates) -> tuple[float, str]:
         return case.floor(rates)

@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.dsa import core, ours
 from benchmarks.dsa.cases import Case
+from benchmarks.harness.compare import error
 from benchmarks.harness.timing import reason
 from k3jax.ops import dsa
 
@@ -133,12 +134,6 @@ def selection(got_nk, scores_nS, topk: int) -> dict[str, float]:
         "differing": differing,
         "gap": gap,
     }
-
-
-def error(got, want) -> float:
-    """||got - want|| / ||want||; NaN where either is."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def compare(case: Case, reference: Reference, output, call: int) -> dict[str, float]:

@@ -8,8 +8,10 @@ or 128 heads, so 96 are padded to 128 beforehand. What is made once a model step
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,28 +52,10 @@ class Peers(base.Peers):
     def __init__(self, site: Path, without: str | None = None):
         super().__init__(site)
         self.without = without
-        self.missing: dict[str, str] = {}
-        self.deep_gemm: Any = None
         torch = self.torch
-        try:
-            torch.ops.load_library(str(site / FLASHMLA))
-        except Exception as error:
-            self._miss("FlashMLA", error)
-        try:
-            import deep_gemm  # pyright: ignore[reportMissingImports]
-
-            self.deep_gemm = deep_gemm
-        except Exception as error:
-            self._miss("DeepGEMM", error)
+        self.load("FlashMLA", lambda: torch.ops.load_library(str(site / FLASHMLA)))
+        self.deep_gemm: Any = self.load("DeepGEMM", lambda: importlib.import_module(DEEPGEMM))
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
-
-    def _miss(self, name: str, error: Exception) -> None:
-        self.missing[name] = reason(error)
-        self.notes.append(f"{name} is not there: {reason(error)}")
-
-    def _need(self, name: str) -> None:
-        if name in self.missing:
-            raise RuntimeError(f"{name} is not there: {self.missing[name]}")
 
     def versions(self) -> dict[str, str]:
         found = super().versions()
@@ -111,31 +95,11 @@ class Peers(base.Peers):
             made.pop(DENSE, None)
         if self.without is not None:
             made = {n: make for n, make in made.items() if not re.search(self.without, n)}
-        return [self._side(name, make, case, workload) for name, make in made.items()]
-
-    def _side(self, name: str, make, case: Case, workload: Workload) -> TorchSide:
-        """A side whose last call keeps what it gives; one that cannot be made fails when run."""
         graph = case.tokens <= GRAPH_TOKENS
-        side = TorchSide(name, self.torch, [], graph, part=name == TOPK)
-        try:
-            with self.torch.inference_mode():
-                calls: Sequence[Call] = make(case, workload)
-            self.torch.cuda.synchronize()
-        except Exception as error:
-            problem = error
-
-            def fail():
-                raise problem
-
-            side.functions, side.calls = [fail], 1
-            return side
-
-        def last():
-            side.results = ()  # at thousands of queries there is room for one
-            side.results = (calls[-1](),)
-
-        side.functions, side.calls = [*calls[:-1], last], len(calls)
-        return side
+        return [
+            self.side(name, partial(make, case, workload), graph, part=name == TOPK)
+            for name, make in made.items()
+        ]
 
     # The indexer ----------------------------------------------------------------------------------
 
@@ -176,7 +140,7 @@ class Peers(base.Peers):
 
     def _paged(self, caches, inputs) -> list[Call]:
         """Every query is a batch row of its own that has the same pages."""
-        self._need("DeepGEMM")
+        self.need("DeepGEMM")
         torch, deep_gemm = self.torch, self.deep_gemm
         packed = []
         for codes, factors in caches:
@@ -199,7 +163,7 @@ class Peers(base.Peers):
         return [one(i) for i in range(len(inputs))]
 
     def _ragged(self, caches, inputs) -> list[Call]:
-        self._need("DeepGEMM")
+        self.need("DeepGEMM")
         torch, deep_gemm = self.torch, self.deep_gemm
         keys = caches[0][0].shape[0]
 
@@ -249,7 +213,7 @@ class Peers(base.Peers):
         return found[0][:, : case.heads]
 
     def _sparse(self, case: Case, workload: Workload) -> list[Call]:
-        self._need("FlashMLA")
+        self.need("FlashMLA")
         rows, q = self._rows(case, workload), self._padded(case, workload)
         at = self._selected(case, workload)
 
@@ -260,7 +224,7 @@ class Peers(base.Peers):
 
     def _sparse_fp8(self, case: Case, workload: Workload) -> list[Call]:
         """The decode kernel: latents in fp8 with a factor for 128 columns, the rest in bf16."""
-        self._need("FlashMLA")
+        self.need("FlashMLA")
         torch, op = self.torch, self.torch.ops._flashmla_C.sparse_decode_fwd
         latent, tokens = case.rows[0], case.tokens
         packed = []
@@ -285,7 +249,7 @@ class Peers(base.Peers):
 
     def _dense(self, case: Case, workload: Workload) -> list[Call]:
         """The decode kernel, with as many heads as there are."""
-        self._need("FlashMLA")
+        self.need("FlashMLA")
         torch, op = self.torch, self.torch.ops._flashmla_C.dense_decode_fwd
         rows = [r.view(case.keys // PAGE, PAGE, 1, -1) for r in self._rows(case, workload)]
         q = [torch.from_dlpack(x["q"]) for x in workload.inputs]
@@ -304,7 +268,7 @@ class Peers(base.Peers):
         return [lambda i=i: run(i) for i in range(len(q))]
 
     def _whole(self, case: Case, workload: Workload) -> list[Call]:
-        self._need("FlashMLA")
+        self.need("FlashMLA")
         scores = self._scores(case, workload)
         rows, q = self._rows(case, workload), self._padded(case, workload)
 

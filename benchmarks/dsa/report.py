@@ -9,6 +9,7 @@ from benchmarks.dsa import accuracy
 from benchmarks.dsa.cases import LONG, Case
 from benchmarks.dsa.peers import SCORES, SPARSE, TOPK
 from benchmarks.harness import table
+from benchmarks.harness.report import beside
 
 CHUNK, CHUNK_BYTES = 4096, 4 * 2**30
 TIMES = 5.0  # selection and attention of one query against dense attention, at LONG
@@ -95,36 +96,15 @@ def memory(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def beside(report: dict[str, Any]) -> list[str]:
-    """Every peer of every row, where there are some."""
-    lines = []
-    for row in report["rows"]:
-        for name, peer in row.get("peers", {}).items():
-            head = f"{row['case']} {row['implementation']} beside {name}: "
-            if "failed" in peer:
-                lines.append(f"{head}FAILED: {peer['failed']}")
-                continue
-            ratios = row["ratios"][name]
-            lines.append(
-                f"{head}kernels {table.spread(peer['kernel_ms'])} ms, wall "
-                f"{table.spread(peer['wall_ms'])} ms; ours/peer {table.spread(ratios['kernel'])}, "
-                f"{table.spread(ratios['wall'])}"
-            )
-    return lines
-
-
 def lines(report: dict[str, Any]) -> list[str]:
     """All of it, with headings."""
-    parts = {
-        "Every peer": beside(report),
-        "Against float32 arithmetic": [
-            accuracy.line(row) for row in report["rows"] if row.get("errors")
-        ],
-        "Temporaries": memory(report),
-        "Asked for": asked(report),
-    }
-    found = []
-    for heading, text in parts.items():
-        if text:
-            found += ["", f"{heading}:", *text]
-    return found
+    return table.headed(
+        {
+            "Every peer": beside(report),
+            "Against float32 arithmetic": [
+                accuracy.line(row) for row in report["rows"] if row.get("errors")
+            ],
+            "Temporaries": memory(report),
+            "Asked for": asked(report),
+        }
+    )

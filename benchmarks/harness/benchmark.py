@@ -79,6 +79,7 @@ class Benchmark:
       quick_help: what --quick leaves out.
       cases, toys: full sizes, and those of --small.
       fp8: whether a floor needs the rate of fp8 products.
+      portable: the implementation that is timed beside "auto" where that is telling.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Benchmark:
     cases: Sequence[Any]
     toys: Sequence[Any]
     fp8 = False
+    portable = "xla"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Options of its own."""
@@ -110,18 +112,25 @@ class Benchmark:
         """
         return choose(self.toys if options.small else self.cases, options.rows, options.quick)
 
+    def whole(self, case) -> bool:
+        """Whether the case runs layers, which choose their implementations by themselves."""
+        return getattr(case, "kind", "") == "layer"
+
     def implementations(self, case, options: argparse.Namespace) -> list[str]:
-        """Names to time: those asked for, else "auto" and where it is telling "xla"."""
-        named = options.implementation
-        return named or (["auto", "xla"] if case.compare and not options.quick else ["auto"])
+        """Names to time: those asked for, else "auto" and where it is telling the portable form;
+        whole layers choose."""
+        if self.whole(case):
+            return ["auto"]
+        compared = case.compare and not options.quick
+        return options.implementation or (["auto", self.portable] if compared else ["auto"])
 
     def workload(self, case, options: argparse.Namespace) -> Workload:
         raise NotImplementedError
 
     def late(self, case, implementation: str) -> bool:
         """Whether XLA tunes the program on the device: it waits until the peers' processes are
-        done with it."""
-        return False
+        done with it. The portable form and whole layers hold products that XLA tunes."""
+        return implementation == self.portable or self.whole(case)
 
     def unpack(self, folder: str) -> Path:
         """Where the peers lie ready for import.

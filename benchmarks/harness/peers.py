@@ -76,6 +76,48 @@ class Peers:
 
         self.torch, self.site = torch, site
         self.notes: list[str] = []
+        self.missing: dict[str, str] = {}
+
+    def load(self, name: str, load: Callable[[], Any]) -> Any:
+        """What ``load`` gives; None, a note and `need` refusing ``name`` if it fails."""
+        try:
+            return load()
+        except Exception as error:
+            self.missing[name] = reason(error)
+            self.notes.append(f"{name} is not there: {self.missing[name]}")
+
+    def need(self, name: str) -> None:
+        """Raises:
+        RuntimeError: ``name`` did not load.
+        """
+        if name in self.missing:
+            raise RuntimeError(f"{name} is not there: {self.missing[name]}")
+
+    def side(
+        self, name: str, make: Callable[[], Sequence[Callable[[], Any]]], graph: bool, part=False
+    ) -> TorchSide:
+        """A side of the calls that ``make`` gives, which keeps what the last of them gives; one
+        that cannot be made fails when run."""
+        made = TorchSide(name, self.torch, [], graph, part=part)
+        try:
+            with self.torch.inference_mode():
+                calls = make()
+            self.torch.cuda.synchronize()
+        except Exception as error:
+            problem = error
+
+            def fail():
+                raise problem
+
+            made.functions, made.calls = [fail], 1
+            return made
+
+        def last():
+            made.results = ()  # at thousands of queries there is room for one
+            made.results = (calls[-1](),)
+
+        made.functions, made.calls = [*calls[:-1], last], len(calls)
+        return made
 
     def tensors(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Torch's view of JAX arrays: the same memory."""

@@ -58,3 +58,12 @@ def timings(rows: list[dict[str, Any]]) -> str:
             marks.append(f"[{notes.index(note) + 1}]")
         shown.append(f"{text} {''.join(marks)}".rstrip())
     return "\n".join(shown + [f"[{i}] {note}" for i, note in enumerate(notes, 1)])
+
+
+def headed(parts: dict[str, list[str]]) -> list[str]:
+    """The lines below their headings; nothing of a part that has none."""
+    found = []
+    for heading, text in parts.items():
+        if text:
+            found += ["", f"{heading}:", *text]
+    return found

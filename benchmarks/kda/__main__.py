@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import run as harness
+from benchmarks.harness import warming
 from benchmarks.harness.benchmark import Added, Benchmark
 from benchmarks.harness.run import Run
 from benchmarks.harness.timing import reason
@@ -44,23 +45,17 @@ class KDA(Benchmark):
     def check(self, implementation: str) -> None:
         ours.check(implementation)
 
-    def implementations(self, case: cases.Case, options: argparse.Namespace) -> list[str]:
-        """A layer chooses by itself."""
-        return ["auto"] if case.kind == "layer" else super().implementations(case, options)
-
     def workload(self, case: cases.Case, options: argparse.Namespace) -> ours.Workload:
         return ours.Workload(case, *((2, 4) if options.small else (32, 128)))
-
-    def late(self, case: cases.Case, implementation: str) -> bool:
-        """The portable form and the layer hold products that XLA tunes."""
-        return implementation == "xla" or case.kind == "layer"
 
     def unpack(self, folder: str) -> Path:
         return peers.unpack(folder)
 
     def warm(self, run: Run, site: Path, chosen: Sequence[cases.Case]) -> None:
         if self._triton(run, chosen) and run.options.warm > 0:
-            run.report["warm"] = peers.warm(site, run.options.warm)
+            run.report["warm"] = warming.warm(
+                "benchmarks.kda.peers", site, run.options.warm, peers.SHARDS
+            )
             run.say(f"FLA's variants: {run.report['warm']}")
 
     def _triton(self, run: Run, chosen: Sequence[cases.Case]) -> bool:

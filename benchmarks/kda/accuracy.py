@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.compare import error
 from benchmarks.harness.timing import reason
 from benchmarks.kda import ours
 from benchmarks.kda.cases import EPS, LOWER_BOUND, Case
@@ -23,12 +24,6 @@ CASES = (
 )
 TOYS = (Case("prefill", 1, 40, 2, dim=16, quick=True), Case("decode", 2, heads=2, dim=16))
 FLA_HEADS = 96  # its chunk kernels are tuned for these: smaller cases repeat their heads
-
-
-def error(got, want) -> float:
-    """||got - want|| / ||want||; NaN where either is."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def _float64(x):

@@ -7,15 +7,12 @@ The peers' folder holds `whl/` with the wheels of FLA and an archive with FlashK
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.harness import peers as base
+from benchmarks.harness import warming
 from benchmarks.harness.peers import TorchSide
 from benchmarks.harness.timing import reason
 from benchmarks.kda.cases import LOWER_BOUND, Case
@@ -41,51 +38,10 @@ def _import_from(site: Path) -> None:
     base.import_from(site)
 
 
-def warm(site: Path, seconds: float, shards: int = SHARDS) -> str:
-    """Compiles the variants that FLA will choose from, in parallel, into Triton's cache on disk.
-
-    Alone the choice takes minutes. Gives a line that says how it went; what is not done in time is
-    stopped and compiled later.
-    """
-    begin = time.perf_counter()
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [str(site), root, os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "benchmarks.kda.peers", str(site)]
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(shards)]
-        workers = [
-            subprocess.Popen(
-                [*command, str(i), str(shards)], env=environment, stdout=log, stderr=log
-            )
-            for i, log in enumerate(logs)
-        ]
-        stopped, failed = 0, []
-        for worker, log in zip(workers, logs, strict=True):
-            try:
-                if worker.wait(max(0.1, begin + seconds - time.perf_counter())):
-                    log.seek(0)
-                    failed += log.read().decode(errors="replace").strip().splitlines()[-1:]
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
-                stopped += 1
-    said = f"{shards} processes, {time.perf_counter() - begin:.0f} s, {stopped} stopped"
-    return said + (f", {len(failed)} failed: {failed[0][:200]}" if failed else "")
-
-
 def _shard(site: Path, shard: int, shards: int) -> None:
     """Every ``shards``-th variant of each of FLA's kernels, at the shapes of the rows."""
     _import_from(site)
-    import triton.runtime.autotuner as autotuner  # pyright: ignore[reportMissingImports]
-
-    create = autotuner.Autotuner.__init__
-
-    def with_part(self, fn, names, configs, *args, **kwargs):
-        configs = list(configs)
-        create(self, fn, names, configs[shard::shards] or configs[:1], *args, **kwargs)
-
-    autotuner.Autotuner.__init__ = with_part
+    warming.take_part(shard, shards)
     peers = Peers(site)
     torch, peers.flash_error = peers.torch, "not needed"
     draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-INSIDE = ("hidden", "expert_ids", "expert_weights", "selected")  # written where collected
+INSIDE = {  # what is written of what is collected
+    "hidden": ("hidden",),
+    "routing": ("expert_ids", "expert_weights"),
+    "index": ("selected",),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class Logits:
     """Also write the experts of each MoE layer and their weights."""
     index: bool = False
     """Also write the positions that each sparse-attention layer selected (K3.1)."""
+    loads: str | None = None
+    """Also print how evenly these tokens load the experts, and the devices of this layout (a
+    shipped one, or a yaml file)."""
 
     def run(self) -> None:
         import jax.numpy as jnp
@@ -65,8 +72,9 @@ class Logits:
         check_tokens(tokens_BT, self.tokens, config)
         tokens_BT = tokens_BT.astype(np.int32)
         if self.incremental is not None:
-            if collect:
-                raise InputError(f"--{collect[0]} needs one whole pass: not with --incremental")
+            inside = (*collect, *(("loads",) if self.loads else ()))
+            if inside:
+                raise InputError(f"--{inside[0]} needs one whole pass: not with --incremental")
             if not 1 <= self.incremental <= tokens_BT.shape[1]:
                 raise InputError(
                     f"--incremental {self.incremental} is outside 1..{tokens_BT.shape[1]}, the"
@@ -74,6 +82,8 @@ class Logits:
                 )
         if self.index and config.dsa is None:
             raise InputError(f"--index: {self.directory} has no sparse-attention indexer (K3)")
+
+        layout = None if self.loads is None else load_layout(self.loads)
 
         import k3jax
 
@@ -84,8 +94,12 @@ class Logits:
         if self.incremental is not None:
             arrays = {"logits": incremental_logits(model, tokens_BT, self.incremental)}
         else:
-            logits_BTV, inside = model.forward(tokens_BT, collect=collect)
-            arrays = {"logits": logits_BTV, **{key: inside[key] for key in INSIDE if key in inside}}
+            names = dict.fromkeys((*collect, *(("routing",) if layout else ())))
+            logits_BTV, inside = model.forward(tokens_BT, collect=tuple(names))
+            if layout:
+                print_loads(model, inside["router_scores"], layout)
+            written = {name for kind in collect for name in INSIDE[kind]}
+            arrays = {"logits": logits_BTV, **{name: inside[name] for name in sorted(written)}}
         save(
             out,
             {
@@ -93,6 +107,29 @@ class Logits:
                 for name, array in arrays.items()
             },
         )
+
+
+def load_layout(name: str):
+    from sharding import Layout, LayoutError
+
+    try:
+        return Layout.load(name)
+    except LayoutError as error:
+        raise InputError(f"--loads: {error}") from None
+
+
+def print_loads(model, scores_LBTE, layout) -> None:
+    """The table of `k3jax.train.load_report` for the router scores of a forward pass."""
+    from k3jax.train import balancing, load_report
+
+    loads = load_report.expert_loads(
+        scores_LBTE.reshape(scores_LBTE.shape[0], -1, scores_LBTE.shape[-1]),
+        balancing.module_bias(model.module),
+        model.config.moe.num_experts_per_token,
+        shards=layout.size(layout.experts),
+        extra=layout.extra_experts,
+    )
+    load_report.render(loads)
 
 
 def read_tokens(path: str) -> np.ndarray:

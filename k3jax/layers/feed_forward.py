@@ -168,6 +168,7 @@ class LatentMoE(nnx.Module):
                     *(z, ids, weights, w13, w2),
                     situ_beta=self.config.situ_beta,
                     situ_linear_beta=self.config.situ_linear_beta,
+                    activations=self.config.moe.expert_activations,
                     implementation="auto" if self.packed else "dense",
                     layer=slot if self.packed else None,
                     out_dtype=out_dtype,

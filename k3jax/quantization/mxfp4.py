@@ -29,14 +29,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from k3jax.errors import CheckpointError, InputError
+from k3jax.quantization.e8m0 import GROUP, NAN, SMALLEST_NORMAL, scaled
 
-GROUP = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], np.float32)
 # One row a byte: a gather of pairs costs 0.4 ns a weight on a CPU core, half of what building the
 # float's bits with shifts and selects takes.
 _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=-1)
-_SMALLEST_NORMAL = 2.0**-126
 _LARGEST_BYTE = 252  # 6 * 2**125 is the largest finite product; one byte further 4 overflows
 
 
@@ -81,14 +80,7 @@ class MXFP4:
 
     def _scaled(self, values: jax.Array, size: int) -> jax.Array:
         """float32 values times their scales, [..., out, groups, size]."""
-        values = values.reshape(*self.scales.shape, size)
-        # 2**-127 is not a normal float32, so byte 0 is 2**-126 and a half. Two products keep it.
-        power = lax.bitcast_convert_type(
-            jnp.maximum(self.scales, 1).astype(jnp.uint32) << 23, jnp.float32
-        )
-        rest = jnp.where(self.scales == 0, 0.5, jnp.where(self.scales == 255, jnp.nan, 1.0))
-        values = (values * power[..., None]) * rest.astype(jnp.float32)[..., None]
-        return jnp.where(jnp.abs(values) < _SMALLEST_NORMAL, values * 0.0, values)
+        return scaled(values.reshape(*self.scales.shape, size), self.scales)
 
     def columns(self, part: int, parts: int) -> MXFP4:
         """Part ``part`` of ``parts`` equal cuts of the input axis, for a sharded contraction.
@@ -164,7 +156,7 @@ def pack(w: jax.Array) -> MXFP4:
     code = sum(a.astype(jnp.uint8) for a in above) | (bits >> 28).astype(jnp.uint8) & 8
     codes = code.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
     codes = codes[..., 0] | codes[..., 1] << 4
-    return MXFP4(codes, jnp.where(finite, byte, 255).astype(jnp.uint8))
+    return MXFP4(codes, jnp.where(finite, byte, NAN).astype(jnp.uint8))
 
 
 @jax.custom_jvp
@@ -184,8 +176,8 @@ def _fake_quantize_jvp(primals, tangents):
 def _product_table() -> np.ndarray:
     """float32 [256, 16]: every scale byte with every code, computed in float64."""
     table = np.ldexp(_VALUES.astype(np.float64)[None], np.arange(256)[:, None] - 127)
-    table = np.where(np.abs(table) < _SMALLEST_NORMAL, np.copysign(0.0, table), table)
-    table[255] = np.nan
+    table = np.where(np.abs(table) < SMALLEST_NORMAL, np.copysign(0.0, table), table)
+    table[NAN] = np.nan
     with np.errstate(over="ignore"):
         return table.astype(np.float32)
 
@@ -203,7 +195,7 @@ def check_scales(name: str, scales: np.ndarray) -> None:
     Raises:
       CheckpointError: with one problem, naming the tensor, the count and the first positions.
     """
-    where = np.argwhere(np.asarray(scales) == 255)
+    where = np.argwhere(np.asarray(scales) == NAN)
     if len(where):
         shown = ", ".join(str(tuple(int(i) for i in p)) for p in where[:4])
         more = f" and {len(where) - 4} more" if len(where) > 4 else ""

@@ -64,8 +64,10 @@ class TrainSettings:
         while the indexer learns from them; the selected positions are used after that.
       index_loss_weight: factor of the indexer's loss. Its inputs carry no gradient into the rest of
         the model, so this scales the indexer's own learning only.
-      balance_tokens: tokens of the batch that enter the router quantiles (the sort is O(n log n)).
-      balance_momentum: weight of the old router bias in each update; 0 is the exact form.
+      balance_form: "exact" sorts tokens for the router quantiles, "histogram" counts all of them in
+        bins, which devices add up (`k3jax.train.balancing`).
+      balance_tokens: tokens of the batch that enter the exact quantiles (the sort is O(n log n)).
+      balance_momentum: weight of the old router bias in each update; 0 is the published form.
       patience: evaluations without a better dev figure before the run stops; 0 never stops.
     """
 
@@ -81,6 +83,7 @@ class TrainSettings:
     quantize_experts: bool = True
     dense_attention_fraction: float = 0.0
     index_loss_weight: float = 0.0
+    balance_form: str = "exact"
     balance_tokens: int = 8192
     balance_momentum: float = 0.9
     eval_interval: int = 200
@@ -94,6 +97,10 @@ class TrainSettings:
     def __post_init__(self):
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype: {self.dtype!r} is neither 'float32' nor 'bfloat16'")
+        if self.balance_form not in ("exact", "histogram"):
+            raise ConfigError(
+                f"balance_form: {self.balance_form!r} is neither 'exact' nor 'histogram'"
+            )
         if not 0 < self.eval_stride <= self.eval_context:
             raise ConfigError(
                 f"eval_stride: {self.eval_stride} is outside 1..eval_context ({self.eval_context})"

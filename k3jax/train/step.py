@@ -212,6 +212,7 @@ class Trainer:
                 config.moe.num_experts_per_token,
                 tokens=s.balance_tokens,
                 momentum=s.balance_momentum,
+                form=s.balance_form,
             )
             params = balancing.set_bias(params, config, bias)
             ids = routing["expert_ids"]

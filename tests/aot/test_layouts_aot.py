@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -41,11 +42,15 @@ def compiled(name: str, **step) -> plan.Plan:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_decode(name):
+def test_decode(name, caplog):
     step = {"batch": 8, "context": 1_048_576} if name in MILLION else {"batch": 64}
-    made = compiled(name, **step)
+    with caplog.at_level(logging.DEBUG, "k3jax.ops"):
+        made = compiled(name, **step)
     c = made.compiled
     assert c.temporary_bytes <= TEMPORARIES  # neither experts nor caches are copied
+    for op in ("experts", "attention_residuals"):
+        chosen = [r.args[-2] for r in caplog.records if r.msg.startswith(op + " ")]
+        assert set(chosen) == {"mosaic_tpu"}, chosen
     # No cache is gathered: what is gathered is smaller than one layer's index keys of a device,
     # but for weights that the layout itself stores in parts.
     layout = made.layout

@@ -42,7 +42,9 @@ class MarkovModel:
             max_position_embeddings=max_position_embeddings,
             eos_token_id=eos_token_id,
             dsa=dsa,
+            moe=SimpleNamespace(num_experts_per_token=1),
         )
+        self.module = None
         self.calls: list[tuple[str, int]] = []
 
     def init_cache(self, batch, max_length):
@@ -74,7 +76,11 @@ class MarkovModel:
         )
         parts = {
             "hidden": {"hidden": some.astype(jnp.bfloat16)},
-            "routing": {"expert_ids": some, "expert_weights": some.astype(jnp.float32), "x": some},
+            "routing": {
+                "expert_ids": some,
+                "expert_weights": some.astype(jnp.float32),
+                "router_scores": some.astype(jnp.float32),
+            },
             "index": {"selected": some},
         }
         inside: dict[str, jax.Array] = {}

@@ -17,6 +17,7 @@ import k3jax.config
 from k3jax.cli import main
 from k3jax.errors import CheckpointError, ConfigError
 from k3jax.tokenizer import Tokenizer
+from k3jax.train import balancing
 
 V = 260
 NAMES = {"[BOS]": 256, "[EOS]": 257, "[PAD]": 258, "<|sep|>": 259}
@@ -239,6 +240,18 @@ class TestLogits:
             assert np.array_equal(got["logits"], self.want(model, ids))
         assert model.calls == [("prefill", prefilled)] + [("decode", 1)] * (9 - prefilled)
 
+    def test_loads(self, model, ids, tmp_path, monkeypatch, capsys):
+        """The second of two experts has every token; nothing more is written than was asked for."""
+        monkeypatch.setattr(balancing, "module_bias", lambda module: np.zeros((3, 2), np.float32))
+        assert self.run(ids, tmp_path / "out.npz", "--loads", "single") == 0
+        text = capsys.readouterr().out
+        assert "2 experts, 1 devices" in text
+        assert text.count("1: 2.00") == 3
+        with np.load(tmp_path / "out.npz") as got:
+            assert got.files == ["logits"]
+        assert self.run(ids, tmp_path / "b.npz", "--loads", "nowhere") == 1
+        assert "--loads: nowhere: 1 problem" in error_of(capsys)
+
     def test_one_row(self, model, tmp_path):
         np.save(tmp_path / "row.npy", np.asarray([1, 2, 3], np.uint8))
         assert self.run(tmp_path / "row.npy", tmp_path / "out") == 0
@@ -291,6 +304,7 @@ class TestLogits:
             (["--incremental", "10"], "--incremental 10 is outside 1..9"),
             (["--incremental", "4", "--hidden"], "--hidden needs one whole pass"),
             (["--incremental", "4", "--index"], "--index needs one whole pass"),
+            (["--incremental", "4", "--loads", "single"], "--loads needs one whole pass"),
         ],
     )
     def test_refused(self, model, ids, tmp_path, capsys, args, message):

@@ -111,6 +111,16 @@ def test_dtype_of_index_keys():
     assert Config.from_hf(config.to_hf()) == config
 
 
+def test_activations_of_experts():
+    assert Config.from_hf(K3).moe.expert_activations is None
+    knobs = {"expert_activations": "mxfp8"}
+    config = Config.from_hf(K3 | {"k3jax": knobs})
+    assert config.moe.expert_activations == "mxfp8"
+    assert config.to_hf()["k3jax"] == knobs
+    assert Config.from_hf(config.to_hf()) == config
+    assert Config.from_hf(K3 | {"k3jax": {"expert_activations": None}}) == Config.from_hf(K3)
+
+
 @pytest.mark.parametrize("key", ["index_topk", "topk", "index_top_k"])
 def test_topk_synonyms(key):
     values = edited(
@@ -182,6 +192,9 @@ REFUSED = [
     (K3, {f"{Q}.kv_cache_scheme": {"num_bits": 8}}, [f"{Q}.kv_cache_scheme"]),
     (K3, {"vision_config.text_hidden_size": 5}, ["vision_config.text_hidden_size", "5"]),
     (K3, {"k3jax": {"router_dtype": "int8"}}, ["k3jax.router_dtype", "int8"]),
+    (K3, {"k3jax": {"expert_activations": "fp8"}}, ["k3jax.expert_activations", '"fp8"', "mxfp8"]),
+    (K3, {f"{T}.quantization_config": ..., f"{T}.moe_intermediate_size": 40,
+          "k3jax": {"expert_activations": "mxfp8"}}, [f"{T}.moe_intermediate_size", "40", "MXFP8"]),
     (K31, {"k3jax": {"index_key_dtype": "fp8"}}, ["k3jax.index_key_dtype", '"fp8"', "float8_e4m3"]),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Balancing, Muon, the rate schedule, quantised training and the indexer's loss, on small cases."""
+"""Muon, the rate schedule, quantised training and the indexer's loss, on small cases."""
 
 import jax
 import jax.numpy as jnp
@@ -7,84 +7,12 @@ import pytest
 
 from k3jax.config import Config
 from k3jax.errors import ConfigError
-from k3jax.train import balancing, optimizer, qat
+from k3jax.train import optimizer, qat
 from k3jax.train.indexer_loss import indexer_loss
 from k3jax.train.settings import OptimizerSettings, load_settings
 
 # Measured: singular values after Newton-Schulz 0.68..1.13 for well-conditioned blocks.
 SINGULAR = (0.6, 1.25)
-
-
-def quantile_bias_float64(s, b, k):
-    """The report's two equations as a double loop."""
-    tokens, experts = s.shape
-    r = np.empty((tokens, experts))
-    for i in range(tokens):
-        alpha = sorted(s[i] + b, reverse=True)[k]
-        for j in range(experts):
-            r[i, j] = alpha - s[i, j]
-    new = np.array([np.quantile(r[:, j], k / experts) for j in range(experts)])
-    return new - new.mean()
-
-
-class TestBalancing:
-    @pytest.mark.parametrize(("tokens", "experts", "k"), [(8, 4, 1), (64, 8, 2), (96, 32, 4)])
-    def test_against_the_equations(self, tokens, experts, k):
-        rng = np.random.default_rng(experts)
-        s = 1 / (1 + np.exp(-rng.normal(size=(tokens, experts)) - rng.normal(size=experts)))
-        b = rng.normal(size=experts) * 0.1
-        new = balancing.quantile_bias(jnp.asarray(s, jnp.float32), jnp.asarray(b, jnp.float32), k)
-        np.testing.assert_allclose(new, quantile_bias_float64(s, b, k), atol=2e-6)  # measured 1e-7
-
-    def test_eight_tokens_four_experts(self):
-        """Top-1 of 8 tokens over 4 experts: seven on one expert before, two on each after."""
-        rng = np.random.default_rng(0)
-        logits = rng.normal(size=(8, 4)) + np.array([2.0, 0.0, 0.0, -1.0])
-        s = jax.nn.sigmoid(jnp.asarray(logits, jnp.float32))
-        bias = jnp.zeros(4)
-        counts = lambda b: np.bincount(np.argmax(s + b, axis=-1), minlength=4).tolist()  # noqa: E731
-        assert counts(bias) == [7, 1, 0, 0]
-        for _ in range(2):
-            bias = balancing.quantile_bias(s, bias, 1)
-            assert abs(float(bias.sum())) < 1e-6
-        assert counts(bias) == [2, 2, 2, 2]
-
-    def test_load_within_five_percent_of_even(self):
-        """2,048 tokens, 32 experts, top 4, uneven scores: 4.4 times the mean before."""
-        rng = np.random.default_rng(1)
-        logits = rng.normal(size=(1, 2048, 32)) + rng.normal(size=32)
-        s = jax.nn.sigmoid(jnp.asarray(logits, jnp.float32))
-        bias = jnp.zeros((1, 32))
-        load = lambda b: np.asarray(  # noqa: E731
-            balancing.loads(jax.lax.top_k(s + b[:, None], 4)[1], 32) * 32
-        )
-        assert load(bias).max() > 3
-        for _ in range(60):
-            bias = balancing.balance(s, bias, 4, tokens=2048, momentum=0.5)
-        assert abs(load(bias) - 1).max() < 0.05  # measured 0.035
-
-    def test_no_gradient(self):
-        grad = jax.grad(lambda s: balancing.quantile_bias(s, jnp.zeros(4), 1)[0])
-        assert not np.asarray(grad(jnp.ones((8, 4)) * 0.5)).any()
-
-    @pytest.mark.parametrize("k", [0, 4])
-    def test_k_out_of_range(self, k):
-        with pytest.raises(ValueError, match=f"k: {k}"):
-            balancing.quantile_bias(jnp.ones((8, 4)), jnp.zeros(4), k)
-
-    def test_bias_goes_to_its_layer(self):
-        config = Config.from_hf(load_settings("configs/train/nano.yaml").model)
-        places = balancing.moe_layers(config)
-        assert len(places) == config.num_layers - 1
-        params = {"head": {}, "period": {}, "tail": {}, "embed": jnp.zeros(2)}
-        for group, index, period in places:
-            shape = (32,) if period is None else (config.schedule.num_periods, 32)
-            params[group][index] = {"ffn": {"router_bias": jnp.zeros(shape), "router": 1}, "x": 2}
-        bias = jnp.arange(len(places), dtype=jnp.float32)[:, None] + jnp.zeros((1, 32))
-        done = balancing.set_bias(params, config, bias)
-        np.testing.assert_array_equal(balancing.get_bias(done, config), bias)
-        np.testing.assert_array_equal(balancing.get_bias(params, config), 0 * bias)
-        assert jax.tree.structure(done) == jax.tree.structure(params)
 
 
 class TestMuon:

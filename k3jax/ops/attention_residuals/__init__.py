@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from k3jax.errors import InputError
 from k3jax.ops import choice, target
-from k3jax.ops.attention_residuals import mosaic_gpu, xla
+from k3jax.ops.attention_residuals import mosaic_gpu, mosaic_tpu, xla
 from k3jax.ops.attention_residuals.xla import (
     BankPart,
     merge_partial,
@@ -43,10 +43,17 @@ __all__ = ["BankPart", "merge_partial", "merge_read", "mix", "mix_all", "read", 
 # name -> f(bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D, count, *, eps, out_eps,
 # weight_after_cast) -> [B, T, D]; ``count`` is an int32 scalar, 0 to N. Rows from ``count`` on may
 # hold NaN.
-IMPLEMENTATIONS = {"xla": xla.read, "mosaic_gpu": mosaic_gpu.read}
+IMPLEMENTATIONS = {
+    "xla": xla.read,
+    "mosaic_gpu": mosaic_gpu.read,
+    "mosaic_tpu": mosaic_tpu.read,
+}
 
 # What "auto" tries before "xla", in this order; refusals take (bank_NBTD, partial_BTD).
-KERNELS: dict[str, Kernel] = {"mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal)}
+KERNELS = {
+    "mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal),
+    "mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal),
+}
 
 _log = logging.getLogger(__name__)
 

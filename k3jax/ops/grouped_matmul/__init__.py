@@ -10,17 +10,25 @@ import jax.numpy as jnp
 from k3jax.errors import InputError
 from k3jax.ops import choice, target
 from k3jax.ops.choice import Kernel
-from k3jax.ops.grouped_matmul import xla
+from k3jax.ops.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
 from k3jax.quantization.mxfp4 import MXFP4
 
 # name -> f(z_NL, ids_Nk, weights_Nk, w13, w2, *, first, num_experts, out_dtype, situ_beta,
 # situ_linear_beta, activations) -> r_NL; expert e is row ``first + e`` of the weights [rows, ..],
 # from 0 where ``first`` is None.
-IMPLEMENTATIONS = {"tiles": xla.tiles, "dense": xla.dense}
+IMPLEMENTATIONS = {
+    "tiles": xla.tiles,
+    "dense": xla.dense,
+    "mosaic_gpu": mosaic_gpu.experts,
+    "mosaic_tpu": mosaic_tpu.experts,
+}
 
 # What "auto" tries before "tiles", in this order; refusals take
 # (z_NL, ids_Nk, w13, w2, activations).
-KERNELS: dict[str, Kernel] = {}
+KERNELS = {
+    "mosaic_gpu": Kernel(target.is_hopper, mosaic_gpu.refusal),
+    "mosaic_tpu": Kernel(target.is_tpu, mosaic_tpu.refusal),
+}
 
 ACTIVATIONS = (None, "mxfp8")
 _log = logging.getLogger(__name__)
@@ -96,6 +104,28 @@ def experts(
         situ_linear_beta=situ_linear_beta,
         activations=activations,
     )
+
+
+def activation_error(
+    z_NL: jax.Array,
+    ids_Nk: jax.Array,
+    weights_Nk: jax.Array,
+    w13: MXFP4 | jax.Array,
+    w2: MXFP4 | jax.Array,
+    *,
+    activations: str = "mxfp8",
+    **options,
+) -> jax.Array:
+    """How far rounded activations move the routed output: W4A8 against W4A16 on packed weights.
+
+    Args are those of `experts`. Returns float32, ``|r8 - r16| / |r16|`` over all tokens (L2), of
+    float32 results, so that the rounding of the output is in neither.
+    """
+    options["out_dtype"] = jnp.float32
+    arrays = (z_NL, ids_Nk, weights_Nk, w13, w2)
+    exact_NL = experts(*arrays, **options)
+    rounded_NL = experts(*arrays, activations=activations, **options)
+    return jnp.linalg.norm(rounded_NL - exact_NL) / jnp.linalg.norm(exact_NL)
 
 
 def _differentiable(name: str):

@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from k3jax.ops.situ import situ
+from k3jax.quantization import mxfp8
 from k3jax.quantization.mxfp4 import MXFP4
 
 Weight = MXFP4 | jax.Array
@@ -96,12 +97,22 @@ class _Constants(NamedTuple):
     rows: int
     num_experts: int
     out_dtype: jnp.dtype
+    activations: str | None
+
+
+def _activation(gate: jax.Array, up: jax.Array, beta, linear_beta, activations) -> jax.Array:
+    """SiTU in the dtype of ``gate``: rounded to it, or straight from float32 to MXFP8."""
+    if activations is None:
+        return situ(gate, up, beta, linear_beta)
+    wide = situ(gate.astype(jnp.float32), up.astype(jnp.float32), beta, linear_beta)
+    return mxfp8.round_trip(wide).astype(gate.dtype)
 
 
 def _mlp(constants: _Constants, z_ML, weight_M, w13, w2) -> jax.Array:
     """Weighted output of one expert for the rows of one tile, float32 [M, L]."""
     gate_MF, up_MF = jnp.split(_dot(z_ML, w13), 2, axis=-1)
-    h_MF = situ(gate_MF, up_MF, constants.situ_beta, constants.situ_linear_beta)
+    c = constants
+    h_MF = _activation(gate_MF, up_MF, c.situ_beta, c.situ_linear_beta, c.activations)
     return _dot(h_MF, w2).astype(jnp.float32) * weight_M[:, None]
 
 
@@ -200,7 +211,8 @@ def tiles(
         return jnp.zeros(z_NL.shape, out_dtype)
     tokens, k = ids_Nk.shape
     rows = tile_rows(tokens, k, num_experts)
-    constants = _Constants(situ_beta, situ_linear_beta, rows, num_experts, out_dtype)
+    constants = _Constants(situ_beta, situ_linear_beta, rows, num_experts, out_dtype, activations)
+    z_NL = z_NL if activations is None else mxfp8.round_trip(z_NL)
     first = jnp.int32(0) if first is None else first
     return _tiles(constants, z_NL, ids_Nk, weights_Nk, w13, w2, first)
 
@@ -225,6 +237,7 @@ def dense(
     holds for the value; a NaN among the weights of an unchosen expert still reaches gradients.
     """
     dtype = z_NL.dtype
+    z_NL = z_NL if activations is None else mxfp8.round_trip(z_NL)
     if first is not None:
         cut = lambda a: lax.dynamic_slice_in_dim(a, first, num_experts)  # noqa: E731
         w13, w2 = jax.tree.map(cut, (w13, w2))
@@ -237,7 +250,7 @@ def dense(
         jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     gate_ENF, up_ENF = jnp.split(einsum("nl,eol->eno", z_NL, w13).astype(dtype), 2, axis=-1)
-    h_ENF = situ(gate_ENF, up_ENF, situ_beta, situ_linear_beta)
+    h_ENF = _activation(gate_ENF, up_ENF, situ_beta, situ_linear_beta, activations)
     y_ENL = einsum("enf,elf->enl", h_ENF, w2).astype(dtype)
     y_ENL = jnp.where(chosen_NE.T[:, :, None], y_ENL, 0).astype(jnp.float32)
     return (y_ENL * combine_NE.T[:, :, None]).sum(axis=0).astype(out_dtype)

@@ -1,0 +1,89 @@
+"""What others run for the same read on the same GPU: FLA's fused kernel, with and without a norm.
+
+python -m benchmarks.attention_residuals.peers FOLDER SHARD SHARDS    # compiles some variants
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attention_residuals.cases import CASES, Case
+from benchmarks.attention_residuals.ours import EPS
+from benchmarks.harness import peers as base
+from benchmarks.harness import warming
+from benchmarks.harness.peers import TorchSide
+
+SHARDS = 12
+READ, MIX = "FLA with the norm", "FLA without a norm"
+
+
+def unpack(folder: str) -> Path:
+    """Where FLA of ``folder`` lies ready for import.
+
+    Raises:
+      InputError: a folder without it.
+    """
+    return base.unpack(folder, ())
+
+
+class Peers(base.Peers):
+    """FLA, loaded; its sides fail with the reason if it is not."""
+
+    def __init__(self, site: Path):
+        super().__init__(site)
+        self.fused: Any = self.load("FLA", self._load)
+
+    def _load(self):
+        """It tunes once, at the sizes of the first call, whatever the number of tokens is: so that
+        call has the largest."""
+        fused = importlib.import_module("fla.ops.attnres").fused_attnres
+        case = max(CASES, key=lambda case: case.rows)
+        torch = self.torch
+        shape = (case.rows, case.hidden)
+        draw = partial(torch.randn, device=self.device, dtype=torch.bfloat16)
+        rows, vector = [draw(*shape) for _ in range(case.bank + 1)], draw(case.hidden)
+        with torch.inference_mode():
+            fused(vector, rows, vector)
+            fused(vector, rows, vector, vector)
+        torch.cuda.synchronize()
+        return fused
+
+    def sides(self, case: Case, workload) -> list[TorchSide]:
+        """The peers of a read on the arrays of its workload. Without the norm it does a part."""
+        if case.kind != "read":
+            return []
+        return [
+            self.side(READ, partial(self._calls, workload, True), True),
+            self.side(MIX, partial(self._calls, workload, False), True, part=True),
+        ]
+
+    def _calls(self, workload, normed: bool) -> list[Callable[[], Any]]:
+        self.need("FLA")
+        view, shared = self.torch.from_dlpack, workload.shared
+        norm, query, out = (view(shared[name][0]) for name in ("norm", "query", "out_norm"))
+        inputs = []
+        for x in workload.inputs:
+            rows = (*view(x["bank"]), view(x["partial"][0]))
+            inputs.append([row.flatten(0, 1) for row in rows])
+
+        def one(i: int):
+            rows, options = inputs[i % len(inputs)], {"rms_eps": EPS, "scale": 1.0}
+            return lambda: self.fused(query, rows, norm, out if normed else None, **options)
+
+        return [one(i) for i in range(workload.calls)]
+
+
+def _shard(site: Path, shard: int, shards: int) -> None:
+    """Every ``shards``-th variant of FLA's kernel."""
+    base.import_from(site)
+    warming.take_part(shard, shards)
+    Peers(site).need("FLA")
+
+
+if __name__ == "__main__":
+    _shard(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
