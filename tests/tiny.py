@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from k3jax.config import Config, DSAConfig, KDAConfig, LayerSpec, MLAConfig, MoEConfig
+from k3jax.layers.params import draw
 from k3jax.model import Transformer
 
 
@@ -67,11 +68,13 @@ def module(config: Config, seed: int = 0, **options) -> Transformer:
     key = jax.random.key(seed + 1)
     for path, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable) and path[-1] == "query":
-            key, draw = jax.random.split(key)
-            variable.set_value(0.3 * jax.random.normal(draw, variable.get_value().shape))
+            key, one = jax.random.split(key)
+            value = 0.3 * draw(jax.random.normal, one, variable.get_value().shape)
+            variable.set_value(jnp.asarray(value))
         if isinstance(variable, nnx.Variable) and path[-1] == "router_bias":
-            key, draw = jax.random.split(key)
-            variable.set_value(0.05 * jax.random.normal(draw, variable.get_value().shape))
+            key, one = jax.random.split(key)
+            value = 0.05 * draw(jax.random.normal, one, variable.get_value().shape)
+            variable.set_value(jnp.asarray(value))
     return model
 
 

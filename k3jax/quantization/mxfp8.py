@@ -46,7 +46,7 @@ _ABOVE_448 = 0x600000  # the fraction bits of 448 = 1.75 * 2**8
 class _Rounded(NamedTuple):
     """Codes as numbers: ``count * 2**(place - 3) * 2**exponent``, place from -6 on.
 
-    Arrays have [..., groups, 32], those of groups [..., groups, 1].
+    Arrays have the shape of x, those of groups one that broadcasts to it.
     """
 
     sign: jax.Array  # uint32, bit 31
@@ -56,15 +56,24 @@ class _Rounded(NamedTuple):
     finite: jax.Array  # bool, of the group
 
 
-def _round(x: jax.Array) -> _Rounded:
+def magnitudes(x: jax.Array) -> jax.Array:
+    """The bits of float32 x without their signs: int32 in the order of magnitudes, NaN last."""
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def _groups(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(x float32 [..., groups, 32], the largest magnitude of each group [..., groups, 1])."""
     if not x.shape or x.shape[-1] % GROUP:
         raise InputError(f"MXFP8 of shape {x.shape}: the last axis is not a multiple of {GROUP}")
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    bits = bits.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+    x = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+    return x, magnitudes(x).max(axis=-1, keepdims=True)
+
+
+def _round(x: jax.Array, largest: jax.Array) -> _Rounded:
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & 0x7FFFFFFF
-    largest = magnitude.max(axis=-1, keepdims=True)
     # amax / 448 = m / 1.75 * 2**(power - 8): past m = 1.75 the logarithm is rounded up once more.
-    power = (largest >> 23).astype(jnp.int32) - 127
+    power = (largest >> 23) - 127
     exponent = power - 8 + ((largest & 0x7FFFFF) > _ABOVE_448).astype(jnp.int32)
     exponent = jnp.maximum(exponent, LEAST_EXPONENT)
 
@@ -87,7 +96,7 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Raises:
       InputError: K is not a multiple of 32.
     """
-    r = _round(x)
+    r = _round(*_groups(x))
     code = ((r.place + 6).astype(jnp.uint32) << 3) + r.count  # a count of 16 carries by itself
     code = jnp.where(r.finite, code | r.sign >> 24, 0x7F).astype(jnp.uint8)
     scales = jnp.where(r.finite, r.exponent + 127, NAN).astype(jnp.uint8)[..., 0]
@@ -113,11 +122,17 @@ def round_trip(x: jax.Array) -> jax.Array:
     Raises:
       InputError: K is not a multiple of 32.
     """
-    r = _round(x)
+    return round_within(*_groups(x)).reshape(x.shape).astype(x.dtype)
+
+
+def round_within(x: jax.Array, largest: jax.Array) -> jax.Array:
+    """`round_trip` of float32 x, where ``largest`` is the greatest of the `magnitudes` of the group
+    of each entry. A kernel has its groups in another order."""
+    r = _round(x, largest)
     step = lax.bitcast_convert_type((r.place - 3 + r.exponent + 127) << 23, jnp.float32)
     value = jnp.where(r.finite, r.count.astype(jnp.int32).astype(jnp.float32) * step, jnp.nan)
     value = lax.bitcast_convert_type(value, jnp.uint32) | r.sign
-    return lax.bitcast_convert_type(value, jnp.float32).reshape(x.shape).astype(x.dtype)
+    return lax.bitcast_convert_type(value, jnp.float32)
 
 
 @round_trip.defjvp

@@ -22,6 +22,7 @@ KERNEL = Implementation(
     device="TPU v5p",
     entry=partial(mosaic_tpu.experts, interpret=True),
     limit=1e-2,
+    same_bits=0.9,
     gradient=2e-2,
 )
 

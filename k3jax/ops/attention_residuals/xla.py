@@ -27,23 +27,29 @@ def _scores(v: jax.Array, key_weight_D: jax.Array, eps: float) -> jax.Array:
     return jnp.sum(v * key_weight_D, axis=-1) * inverse_rms
 
 
-def _bank_scores(score, bank_NBTD: jax.Array, count) -> tuple[jax.Array, jax.Array]:
-    """Scores of rows and the bank, -inf and zeros for rows that are not there (they may hold NaN).
+def _there(row: jax.Array, live) -> jax.Array:
+    """Zeros for a row that is not there; it may hold NaN."""
+    return jnp.where(live, row, jnp.zeros((), row.dtype))
+
+
+def _bank_scores(score, bank_NBTD: jax.Array, count) -> jax.Array:
+    """Scores of rows, -inf for those that are not there.
 
     Args:
       score: [B, T, D] -> [B, T] or [Q, B, T] float32.
     """
-    live_N = jnp.arange(bank_NBTD.shape[0]) < count
-    bank_NBTD = jnp.where(live_N[:, None, None, None], bank_NBTD, jnp.zeros((), bank_NBTD.dtype))
-    # Without the checkpoint the backward pass would keep every row in float32.
-    scores = lax.map(jax.checkpoint(score), bank_NBTD)
-    return jnp.where(live_N.reshape(-1, *[1] * (scores.ndim - 1)), scores, -jnp.inf), bank_NBTD
+
+    @jax.checkpoint  # else the backward pass would keep every row in float32
+    def one(row_BTD, live):
+        return jnp.where(live, score(_there(row_BTD, live)), -jnp.inf)
+
+    return lax.map(lambda x: one(*x), (bank_NBTD, jnp.arange(bank_NBTD.shape[0]) < count))
 
 
-def _weighted(weights_NBT: jax.Array, rows_NBTD: jax.Array) -> jax.Array:
-    """Sum over N in float32, in one pass."""
-    pairs = zip(weights_NBT, rows_NBTD, strict=True)
-    return sum(w[..., None] * row.astype(jnp.float32) for w, row in pairs)
+def _weighted(weights_NBT: jax.Array, bank_NBTD: jax.Array, count) -> jax.Array:
+    """Sum over the rows in float32, in one pass."""
+    rows = [_there(row, n < count).astype(jnp.float32) for n, row in enumerate(bank_NBTD)]
+    return sum(w[..., None] * row for w, row in zip(weights_NBT, rows, strict=True))
 
 
 def mix(
@@ -68,10 +74,10 @@ def mix(
     """
     key_weight = _key_weight(norm_D, query_D)
     score = lambda v_BTD: _scores(v_BTD, key_weight, eps)  # noqa: E731
-    scores, bank = _bank_scores(score, bank_NBTD, count)
+    scores = _bank_scores(score, bank_NBTD, count)
     scores = jnp.concatenate([scores, score(partial_BTD)[None]])
     weights = jax.nn.softmax(scores, axis=0)
-    mixed = _weighted(weights[:-1], bank)
+    mixed = _weighted(weights[:-1], bank_NBTD, count)
     own = weights[-1][..., None] * partial_BTD.astype(jnp.float32)
     return (mixed + own).astype(partial_BTD.dtype)
 
@@ -96,8 +102,8 @@ def mix_all(sources_NBTD, norm_D, query_D, count=None, *, eps: float) -> jax.Arr
     count = sources_NBTD.shape[0] if count is None else count
     key_weight = _key_weight(norm_D, query_D)
     score = lambda v_BTD: _scores(v_BTD, key_weight, eps)  # noqa: E731
-    scores, sources = _bank_scores(score, sources_NBTD, count)
-    return _weighted(jax.nn.softmax(scores, axis=0), sources).astype(sources_NBTD.dtype)
+    weights = jax.nn.softmax(_bank_scores(score, sources_NBTD, count), axis=0)
+    return _weighted(weights, sources_NBTD, count).astype(sources_NBTD.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -131,10 +137,10 @@ def score_bank(bank_NBTD, norms_QD, queries_QD, count, *, eps: float) -> BankPar
         dots = jnp.einsum("btd,qd->qbt", v, key_weights, precision=lax.Precision.HIGHEST)
         return dots * inverse_rms
 
-    scores, bank = _bank_scores(score, bank_NBTD, count)  # [N, Q, B, T]
+    scores = _bank_scores(score, bank_NBTD, count)  # [N, Q, B, T]
     top = jnp.max(scores, axis=0)
     weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - jnp.where(count > 0, top, 0.0)))
-    return BankPart(top, jnp.sum(weights, axis=0), _weighted(weights, bank[:, None]))
+    return BankPart(top, jnp.sum(weights, axis=0), _weighted(weights, bank_NBTD[:, None], count))
 
 
 def merge_partial(part: BankPart, index, partial_BTD, norm_D, query_D, *, eps: float) -> jax.Array:

@@ -29,6 +29,8 @@ from k3jax.ops.grouped_matmul import mosaic_gpu_unpack as parts
 from k3jax.ops.grouped_matmul import rows as rows_of
 from k3jax.ops.mosaic_gpu import LANE, LOG2E, Interpret, mode, sigmoid, smem
 from k3jax.ops.mosaic_gpu import products as products_of
+from k3jax.ops.situ import situ
+from k3jax.quantization import mxfp8
 from k3jax.quantization.mxfp4 import GROUP, MXFP4
 
 SPAN, TILE = parts.SPAN, parts.TILE
@@ -261,9 +263,8 @@ def _kernel(
         lax.fori_loop(0, mine, item, ())
 
 
-@functools.partial(jax.jit, static_argnames=("size", "activate", "blocks", "interpret"))
 def _grouped(
-    x_RK, weight: MXFP4, tiles: rows_of.Tiles, first, *, size, activate, blocks=BLOCKS, interpret
+    x_RK, weight: MXFP4, tiles: rows_of.Tiles, first, *, size: int, activate, interpret: Interpret
 ):
     """Rows times the weights of their experts, bfloat16 [R, O], `parts.spread`; x is too.
 
@@ -297,7 +298,7 @@ def _grouped(
             two(num_barriers=shape.teams),
             two(num_barriers=shape.teams),
         ],
-        grid=(blocks,),
+        grid=(BLOCKS,),
         grid_names=("block",),
         num_threads=3 * shape.teams,
         thread_name="warpgroup",
@@ -309,6 +310,10 @@ def _grouped(
         ),
         interpret=mode(interpret),
     )(x_RK, weight.codes, weight.scales.reshape(-1, outputs * groups // SPAN, SPAN), *tiles, first)
+
+
+# Jitted, so that a kernel that a program calls again is lowered once.
+_jitted = jax.jit(_grouped, static_argnames=("size", "activate", "interpret"))
 
 
 def combine(sum_NL, y_RL, place_Nk, weights_Nk, first):
@@ -362,16 +367,25 @@ def experts(
     place_Nk, weights_Nk = _ascending(sorted_.place_Nk, weights_Nk)
     first_1 = jnp.reshape(jnp.int32(0) if first is None else first, 1)
     size = tile_size(ids_Nk.size, num_experts)
-    grouped = functools.partial(_grouped, first=first_1, size=size, interpret=interpret)
-    activate = _Situ(situ_beta, situ_linear_beta)
-    x_NL = parts.spread(z_NL)
+    grouped = functools.partial(
+        _grouped if interpret else _jitted, first=first_1, size=size, interpret=interpret
+    )
+    x_NL = parts.spread(z_NL if activations is None else mxfp8.round_trip(z_NL))
+
+    def hidden(x_RL, tiles):
+        if activations is None:
+            activate = _Situ(situ_beta, situ_linear_beta)
+            return grouped(x_RL, w13, tiles, activate=activate)
+        # A group of 32 lies across both warpgroups, so it is rounded behind the kernel.
+        both_RF = parts.gather(grouped(x_RL, w13, tiles, activate=None)).astype(_f32)
+        h_RF = situ(*jnp.split(both_RF, 2, axis=1), situ_beta, situ_linear_beta)
+        return parts.spread(mxfp8.round_trip(h_RF).astype(_bf16))
 
     def segment(n, sum_NL):
         begin = n * rows
         tiles = rows_of.cut(sorted_.begin_E, sorted_.end_E, begin, rows, size)
         x_RL = x_NL[lax.dynamic_slice_in_dim(token_R, begin, rows)]
-        h_RF = grouped(x_RL, w13, tiles, activate=activate)
-        y_RL = grouped(h_RF, w2, tiles, activate=None)
+        y_RL = grouped(hidden(x_RL, tiles), w2, tiles, activate=None)
         return combine(sum_NL, y_RL, place_Nk, weights_Nk, begin)
 
     sum_NL = jnp.zeros(z_NL.shape, _f32)

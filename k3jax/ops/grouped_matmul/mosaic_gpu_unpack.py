@@ -182,7 +182,8 @@ def unpack(words, factors, part: int, span: int, chunk: int, *, interpret):
       chunk: which 64 of the 128 columns, after `spread`.
     """
     if interpret:
-        w = spread(MXFP4(words, factors[part, :, span]).unpack(_bf16))
+        halves = MXFP4(words, factors[part, :, span]).halves(_bf16)
+        w = spread(jnp.stack(halves, axis=-1).reshape(TILE, SPAN))
         return w[:, chunk * TILE : (chunk + 1) * TILE]
 
     @plgpu.inline_mgpu(

@@ -39,6 +39,7 @@ from jax.experimental.pallas import tpu as pltpu
 from k3jax.ops.grouped_matmul import xla
 from k3jax.ops.mosaic_tpu import LANES, SUBLANES, VMEM_LIMIT, dot
 from k3jax.ops.situ import situ
+from k3jax.quantization import mxfp8
 from k3jax.quantization.mxfp4 import GROUP, MXFP4
 
 TILE_ROWS = 16, 128  # at least and at most
@@ -53,13 +54,11 @@ _PARAMETERS = pltpu.CompilerParams(
 
 def refusal(z_NL, ids_Nk, w13, w2, activations) -> str | None:
     """Why the kernels cannot take these inputs; None if they can."""
-    del ids_Nk
+    del ids_Nk, activations
     if not isinstance(w13, MXFP4) or not isinstance(w2, MXFP4):
         return "weights are not packed"
     if z_NL.dtype != jnp.bfloat16:
         return f"z is {z_NL.dtype}, not bfloat16"
-    if activations is not None:
-        return f"activations are {activations}"
     for name, width in (("L", w13.shape[-1]), ("F", w2.shape[-1])):
         if width % _COLUMNS:
             return f"{name} is {width}, no multiple of {_COLUMNS}"
@@ -181,9 +180,20 @@ def _product(x_ref, words):
     return parts[0] + parts[1]
 
 
+def _largest(even_MO, odd_MO):
+    """The largest of each group, in all of its lanes: 16 of the even columns and of the odd."""
+    largest, width = jnp.maximum(even_MO, odd_MO), even_MO.shape[1]
+    lane_MO = lax.broadcasted_iota(jnp.int32, even_MO.shape, 1)
+    for step in (1, 2, 4, 8):
+        upper = pltpu.roll(largest, width - step, 1)
+        partner = jnp.where(lane_MO & step == 0, upper, pltpu.roll(largest, step, 1))
+        largest = jnp.maximum(largest, partner)
+    return largest
+
+
 def _up_kernel(
     expert_ref, used_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
-    words_ref, lanes_ref, *, betas,
+    words_ref, lanes_ref, *, betas, activations,
 ):  # fmt: skip
     t = pl.program_id(1)
 
@@ -200,9 +210,16 @@ def _up_kernel(
 
                 _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _alternate, store)
 
+        h_2MO = []
         for odd in (0, 1):
-            gate_MO, up_MO = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
-            h_ref[odd] = situ(gate_MO, up_MO, *betas).astype(h_ref.dtype)
+            both = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
+            both = (x_MO.astype(h_ref.dtype).astype(jnp.float32) for x_MO in both)
+            h_2MO.append(situ(*both, *betas))
+        if activations is not None:
+            largest = _largest(*(mxfp8.magnitudes(h_MO) for h_MO in h_2MO))
+            h_2MO = [mxfp8.round_within(h_MO, largest) for h_MO in h_2MO]
+        for odd in (0, 1):
+            h_ref[odd] = h_2MO[odd].astype(h_ref.dtype)
 
 
 def _down_kernel(
@@ -268,7 +285,7 @@ def _arrays(w: MXFP4) -> list[Array]:
     return [w.codes, w.scales.swapaxes(1, 2)]
 
 
-def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, interpret) -> Array:
+def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, activations, interpret) -> Array:
     """Activations [2, R, F / 2] of sorted latents [2, R, L / 2], even and odd columns apart."""
     rows, width = x_2RC.shape[1] // expert_T.shape[0], w13.shape[1] // 2
     size = _block(width)
@@ -280,7 +297,7 @@ def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, interpret) -> Array:
         )
 
     return pl.pallas_call(
-        partial(_up_kernel, betas=betas),
+        partial(_up_kernel, betas=betas, activations=activations),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(blocks, expert_T.shape[0]),
@@ -351,9 +368,9 @@ def experts(
     activations: str | None,
     interpret: bool = False,
 ) -> Array:
-    """See :func:`k3jax.ops.grouped_matmul.experts`; w1 z and w3 z stay in float32 up to the
-    activation. ``interpret`` runs it without a TPU, for tests."""
-    del activations
+    """See :func:`k3jax.ops.grouped_matmul.experts`. ``interpret`` runs it without a TPU."""
+    betas = situ_beta, situ_linear_beta
+    z_NL = z_NL if activations is None else mxfp8.round_trip(z_NL)
     (N, L), k = z_NL.shape, ids_Nk.shape[1]
     if ids_Nk.size == 0:
         return jnp.zeros((N, L), out_dtype)
@@ -382,7 +399,7 @@ def experts(
             weight_R = weights_Nk.reshape(-1).at[assignment_SM.reshape(-1)].get(mode="clip")
             x_2RC = z_2NC.at[:, token_R].get(mode="fill", fill_value=0)
             used_1 = used.reshape(1)
-            h_2RC = _up(expert_S, used_1, x_2RC, w13, (situ_beta, situ_linear_beta), interpret)
+            h_2RC = _up(expert_S, used_1, x_2RC, w13, betas, activations, interpret)
             return _down(expert_S, used_1, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
 
         r_NL = jnp.zeros((tokens, L), jnp.float32)
