@@ -1,4 +1,4 @@
-"""What others run for the same read on the same GPU: FLA's fused kernel, with and without a norm.
+"""What others run for the same read on the same GPU: FLA's fused kernels, with and without a norm.
 
 python -m benchmarks.attention_residuals.peers FOLDER SHARD SHARDS    # compiles some variants
 """
@@ -6,6 +6,7 @@ python -m benchmarks.attention_residuals.peers FOLDER SHARD SHARDS    # compiles
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,8 @@ from benchmarks.harness import warming
 from benchmarks.harness.peers import TorchSide
 
 SHARDS = 12
-READ, MIX = "FLA with the norm", "FLA without a norm"
+READ, MIX, GLUON = "FLA with the norm", "FLA without a norm", "FLA Gluon with the norm"
+MODULES = {"FLA": "fla.ops.attnres", "FLA Gluon": "fla.ops.attnres.backends.gluon"}
 
 
 def unpack(folder: str) -> Path:
@@ -32,21 +34,26 @@ def unpack(folder: str) -> Path:
 
 
 class Peers(base.Peers):
-    """FLA, loaded; its sides fail with the reason if it is not."""
+    """FLA's two kernels, loaded; sides of one that is not fail with the reason. The one in Gluon is
+    off unless asked for by name."""
 
     def __init__(self, site: Path):
+        os.environ.setdefault("FLA_TILELANG", "0")
         super().__init__(site)
-        self.fused: Any = self.load("FLA", self._load)
+        self.fused = {name: self.load(name, partial(self._load, name)) for name in MODULES}
 
-    def _load(self):
-        """It tunes once, at the sizes of the first call, whatever the number of tokens is: so that
+    def _load(self, name: str) -> Callable[..., Any]:
+        """FLA tunes once, at the sizes of the first call, whatever the number of tokens is: so that
         call has the largest."""
-        fused = importlib.import_module("fla.ops.attnres").fused_attnres
+        module = importlib.import_module(MODULES[name])
+        fused = (
+            module.fused_attnres if name == "FLA" else module.AttnResGluonBackend().fused_attnres
+        )
         case = max(CASES, key=lambda case: case.rows)
         torch = self.torch
-        shape = (case.rows, case.hidden)
         draw = partial(torch.randn, device=self.device, dtype=torch.bfloat16)
-        rows, vector = [draw(*shape) for _ in range(case.bank + 1)], draw(case.hidden)
+        rows = [draw(case.rows, case.hidden) for _ in range(case.bank + 1)]
+        vector = draw(case.hidden)
         with torch.inference_mode():
             fused(vector, rows, vector)
             fused(vector, rows, vector, vector)
@@ -57,14 +64,15 @@ class Peers(base.Peers):
         """The peers of a read on the arrays of its workload. Without the norm it does a part."""
         if case.kind != "read":
             return []
+        made = {READ: ("FLA", True), GLUON: ("FLA Gluon", True), MIX: ("FLA", False)}
         return [
-            self.side(READ, partial(self._calls, workload, True), True),
-            self.side(MIX, partial(self._calls, workload, False), True, part=True),
+            self.side(name, partial(self._calls, workload, *what), True, part=name == MIX)
+            for name, what in made.items()
         ]
 
-    def _calls(self, workload, normed: bool) -> list[Callable[[], Any]]:
-        self.need("FLA")
-        view, shared = self.torch.from_dlpack, workload.shared
+    def _calls(self, workload, name: str, normed: bool) -> list[Callable[[], Any]]:
+        self.need(name)
+        view, shared, fused = self.torch.from_dlpack, workload.shared, self.fused[name]
         norm, query, out = (view(shared[name][0]) for name in ("norm", "query", "out_norm"))
         inputs = []
         for x in workload.inputs:
@@ -73,7 +81,7 @@ class Peers(base.Peers):
 
         def one(i: int):
             rows, options = inputs[i % len(inputs)], {"rms_eps": EPS, "scale": 1.0}
-            return lambda: self.fused(query, rows, norm, out if normed else None, **options)
+            return lambda: fused(query, rows, norm, out if normed else None, **options)
 
         return [one(i) for i in range(workload.calls)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.attention_residuals.peers import MIX, READ
+from benchmarks.attention_residuals.peers import GLUON, MIX, READ
 from benchmarks.harness import table
 from benchmarks.harness.report import beside, compared
 
@@ -31,7 +31,7 @@ def asked(report: dict[str, Any]) -> list[str]:
             f"{head}: {table.figure(own)} ms; asked for at most {LIMIT} x {MEASURED} ms: "
             f"{'yes' if own <= LIMIT * MEASURED else 'NO'}"
         )
-        for peer in (READ, MIX):
+        for peer in (READ, GLUON, MIX):
             ratios = row["ratios"].get(peer)
             if ratios is None:
                 continue

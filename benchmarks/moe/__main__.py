@@ -63,10 +63,9 @@ class MoE(Benchmark):
 
     def warm(self, run: Run, site: Path, chosen: Sequence[cases.Case]) -> None:
         if run.options.warm > 0 and not all(case.eight for case in chosen):
-            shards = len(cases.TOKENS)
-            said = warming.warm("benchmarks.moe.peers", site, run.options.warm, shards)
+            said = warming.warm("benchmarks.moe.peers", site, run.options.warm, peers.SHARDS)
             run.report["warm"] = said
-            run.say(f"kernels of triton_kernels: {said}")
+            run.say(f"peers' kernels: {said}")
 
     def peers(self, site: Path) -> peers.Peers:
         return peers.Peers(site)

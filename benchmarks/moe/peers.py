@@ -22,6 +22,7 @@ from benchmarks.harness.peers import TorchSide
 from benchmarks.moe import marlin
 from benchmarks.moe.cases import TOKENS, Case
 
+SHARDS = len(TOKENS) + 1
 LIBRARY, FOLDER = "_moe_C_stable_libtorch.abi3.so", "triton_kernels"
 OGS, MARLIN = "triton_kernels", "Marlin"
 GRAPH_TOKENS = 64  # more tokens outlast what the host needs to launch them
@@ -174,9 +175,9 @@ class Peers(base.Peers):
 
         torch = self.torch
         w13, s13, w2, s2 = self._once(MARLIN, convert)
-        return [self._marlin_call(case, *x, w13, s13, w2, s2) for x in self._inputs(workload)]
+        return [self.marlin_call(case, *x, w13, s13, w2, s2) for x in self._inputs(workload)]
 
-    def _marlin_call(self, case: Case, z, ids, weights, w13, s13, w2, s2) -> Call:
+    def marlin_call(self, case: Case, z, ids, weights, w13, s13, w2, s2) -> Call:
         torch, ops = self.torch, self.torch.ops._moe_C
         T, k, E, L, F = case.tokens, case.chosen, case.experts, case.latent, case.inner
         rows = next((m for m in (8, 16, 32, 48) if T * k / E / m < 0.9), 64)
@@ -208,25 +209,43 @@ class Peers(base.Peers):
 
 
 def _shard(site: Path, shard: int, shards: int) -> None:
-    """The kernels of triton_kernels for every ``shards``-th number of tokens, at the real shapes:
-    they depend on sizes and strides, not on what is in the arrays."""
+    """The kernels of triton_kernels for one number of tokens, or, in the last shard, Marlin's."""
     peers = Peers(site)
-    peers.need(OGS)
-    torch = peers.torch
+    if shard < len(TOKENS):
+        peers.need(OGS)
+        _compile_ogs(peers, TOKENS[shard])
+    elif MARLIN not in peers.missing:
+        _compile_marlin(peers)
+    peers.torch.cuda.synchronize()
+
+
+def _compile_ogs(peers: Peers, tokens: int) -> None:
+    """At the real shapes: kernels depend on sizes and strides, not on what is in the arrays."""
+    torch, case = peers.torch, Case(tokens)
 
     def weight(N: int, K: int, interleave: bool):
         bytes_ = lambda *shape: torch.zeros(shape, dtype=torch.uint8, device="cuda")  # noqa: E731
         shapes = bytes_(1, N, K // 2), bytes_(1, N, K // 32)
         return peers.ogs_weight(*shapes, case.experts, interleave)
 
-    case = Case(1)
     w13 = weight(2 * case.inner, case.latent, True)
     w2 = weight(case.latent, case.inner, False)
-    for tokens in TOKENS[shard::shards]:
-        ids, weights = (torch.from_numpy(x).cuda() for x in Case(tokens).draws[0])
-        z = torch.zeros(tokens, case.latent, device="cuda", dtype=torch.bfloat16)
-        peers.ogs_call(z, w13, w2, peers.ogs_routing(ids, weights, case.experts))()
-    torch.cuda.synchronize()
+    ids, weights = (torch.from_numpy(x).cuda() for x in case.draws[0])
+    z = torch.zeros(tokens, case.latent, device="cuda", dtype=torch.bfloat16)
+    peers.ogs_call(z, w13, w2, peers.ogs_routing(ids, weights, case.experts))()
+
+
+def _compile_marlin(peers: Peers) -> None:
+    """The driver compiles its PTX in the first call, all of one format of weights at once."""
+    torch, case = peers.torch, Case(1, experts=16)
+    ids, weights = (torch.from_numpy(x).cuda() for x in case.draws[0])
+    z = torch.zeros(1, case.latent, device="cuda", dtype=torch.bfloat16)
+    packed = []
+    for N, K in ((2 * case.inner, case.latent), (case.latent, case.inner)):
+        packed.append(torch.zeros(16, K // 16, 2 * N, device="cuda", dtype=torch.int32))
+        scales = torch.zeros(16, K // 32, N, device="cuda", dtype=torch.uint8)
+        packed.append(scales.view(torch.float8_e8m0fnu))
+    peers.marlin_call(case, z, ids, weights, *packed)()
 
 
 if __name__ == "__main__":

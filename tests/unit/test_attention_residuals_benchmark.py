@@ -108,11 +108,13 @@ def test_what_was_asked_for_is_told_with_yes_or_no():
 
 def test_a_peer_that_is_not_there_fails_alone():
     made = object.__new__(peers.Peers)
-    made.torch, made.missing = MagicMock(), {"FLA": "no module"}
+    made.torch, made.fused = MagicMock(), {}
+    made.missing = {"FLA": "no module", "FLA Gluon": "no gluon"}
     sides = made.sides(TOY["read B2 T3"], MagicMock())
     assert timing.measure(sides, 2, timing.Kernels()) == {}
     assert [(side.name, side.error, side.part) for side in sides] == [
         (peers.READ, "RuntimeError: FLA is not there: no module", False),
+        (peers.GLUON, "RuntimeError: FLA Gluon is not there: no gluon", False),
         (peers.MIX, "RuntimeError: FLA is not there: no module", True),
     ]
     assert made.sides(TOY["direct B2 T1"], MagicMock()) == []
