@@ -80,6 +80,11 @@ class Shape(NamedTuple):
         return cls(size, 2 if size <= 24 and tiles > 4 * SIZES[0] else 1)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the products, ascending; a tile takes the first that holds its rows."""
+        return (self.size - 32, self.size - 16, self.size) if self.size >= 64 else (self.size,)
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes, and of one that copies."""
         return (232, 40) if self.teams == 1 else (104, 32)
@@ -186,9 +191,9 @@ def _kernel(
         half = warpgroup & 1
         out_w = out_s.at[warpgroup]
 
-        def products(carry, add):
-            """One piece of work: ``carry = add(carry, part, a, b)`` for its products in turn. When
-            ``add`` returns, at most its own product is unfinished."""
+        def products(n, carry, add):
+            """A piece of work with n columns: ``carry = add(carry, part, a, b)`` for its products in
+            turn. When ``add`` returns, at most its own product is unfinished."""
 
             def stage(s, carry):
                 factors = parts.factors(
@@ -204,7 +209,7 @@ def _kernel(
                         for chunk in range(2):
                             a = parts.unpack(words, factors, part, span, chunk, interpret=interpret)
                             columns = pl.ds(span * SPAN + chunk * TILE, TILE)
-                            x = x_s.at[slot(s), :, columns].transpose((1, 0))
+                            x = x_s.at[slot(s), pl.ds(0, n), columns].transpose((1, 0))
                             carry = add(carry, part, a, x)
                             if span == chunk == 0:  # what came before this product is done
                                 done(s, part)
@@ -218,15 +223,15 @@ def _kernel(
 
             return lax.fori_loop(0, stages, stage, carry)
 
-        def sums():
-            sizes = (TILE, shape.size)
+        def sums(n):
+            sizes = (TILE, n)
             if interpret:
 
                 def plain(sums, part, a, b):
                     (more,) = products_of((sizes, sums[part], [(a, b)]), interpret=True)
                     return tuple(more if p == part else x for p, x in enumerate(sums))
 
-                return products((jnp.zeros(sizes, _f32),) * 2, plain)
+                return products(n, (jnp.zeros(sizes, _f32),) * 2, plain)
 
             def scoped(*accumulators):
                 def issue(_, part, a, b):
@@ -234,7 +239,7 @@ def _kernel(
                     plgpu.wgmma_wait(1)
                     return ()
 
-                products((), issue)
+                products(n, (), issue)
                 plgpu.wgmma_wait(0)
                 return [accumulator[...] for accumulator in accumulators]
 
@@ -242,15 +247,25 @@ def _kernel(
 
         def item(i, _):
             tile, row = place(i)
-            start, count = start_g[tile], count_g[tile]
+            count = count_g[tile]
             plgpu.barrier_wait(scales_there.at[team])
-            both = sums()
+            below = _i32(-1)
+            for n in shape.widths:
+                pl.when((count > below) & (count <= n))(
+                    functools.partial(work, n, row, start_g[tile], count)
+                )
+                below = _i32(n)
+            return ()
+
+        def work(n, row, start, count):
+            both = sums(n)
             plgpu.barrier_arrive(second_free.at[slot(stages - 1)])
 
             def write(value, column):
-                out_w.transpose((1, 0))[...] = value.astype(_bf16)
+                to = out_w.at[pl.ds(0, n)]
+                to.transpose((1, 0))[...] = value.astype(_bf16)
                 parts.store_rows(
-                    *(out_w, out_g, start, count, column + TILE * half), interpret=interpret
+                    *(to, out_g, start, count, column + TILE * half), interpret=interpret
                 )
 
             if activate:
@@ -258,7 +273,6 @@ def _kernel(
             else:
                 for part in range(2):
                     write(both[part], row + part * SPAN)
-            return ()
 
         lax.fori_loop(0, mine, item, ())
 
