@@ -68,9 +68,12 @@ def rotation(case: Case, most_sets: int, most_calls: int) -> tuple[int, int]:
     """(inputs that take turns, calls) in one program: the inputs are three times the L2 cache where
     ``most_sets`` allow it, the calls half a millisecond or more.
 
-    One token's sources are 0.13 MB: they come from the cache here.
+    One token's sources are 0.13 MB: they come from the cache here. A block is 24 reads already, so
+    there are two.
     """
-    read = 2 * case.hidden * case.rows * (case.bank + case.times)
+    if case.kind != "read":
+        return 2, 2
+    read = 2 * case.hidden * case.rows * (case.bank + 1)
     sets = max(1, min(most_sets, -(-3 * L2_BYTES // read)))
     wanted = 0.5 / case.floor(H200["bytes_per_second"], H200["operations_per_second"])[0]
     calls = max(1, min(most_calls, round(wanted)))
