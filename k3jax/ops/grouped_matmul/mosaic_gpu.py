@@ -192,7 +192,7 @@ def _kernel(
         out_w = out_s.at[warpgroup]
 
         def products(n, carry, add):
-            """A piece of work with n columns: ``carry = add(carry, part, a, b)`` for its products in
+            """Work with n columns: ``carry = add(carry, part, a, b)`` for its products in
             turn. When ``add`` returns, at most its own product is unfinished."""
 
             def stage(s, carry):
