@@ -26,7 +26,7 @@ class DepthRead(nnx.Module):
         # Zero queries mix evenly at the start of training, as the Attention Residuals paper does.
         self.query = make((config.hidden_size,), ("embed",), "zeros")
 
-    def __call__(self, depth: Depth, out_norm: nnx.Param) -> jax.Array:
+    def __call__(self, depth: Depth, out_norm: nnx.Variable) -> jax.Array:
         """The mix through the norm of the sublayer that reads it, [B, T, D]."""
         c = self.config
         return attention_residuals.read(
