@@ -62,7 +62,7 @@ def runner(read: Read, after: bool):
     return run if read.eager else jax.jit(run)
 
 
-def drawn(read: Read, tokens: int, *, seed=0, query=0.1, scales=1.0):
+def drawn(read: Read, tokens: int, *, seed=0, query=0.1, scales: Any = 1.0):
     """Bank, running sum, norm, query and out_norm. ``query`` sets how far the scores differ."""
     N, D = read.shape
     rng = np.random.default_rng([seed, tokens])
@@ -107,7 +107,7 @@ def bounds(arrays, count, dtype, after):
     return [rounded(x)[None] for x in y]
 
 
-def check(read: Read, arrays, count, after=True, kept=slice(None)):
+def check(read: Read, arrays, count, after=True, kept: Any = slice(None)):
     """The result is within bounds, for the ``kept`` tokens."""
     got = read(without(arrays, count), count, after)
     assert got.dtype == read.dtype

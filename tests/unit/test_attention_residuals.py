@@ -1,5 +1,6 @@
 """Depth mixes: plain, two-phase and full forms against the written definition; reads."""
 
+import dataclasses
 import functools
 
 import jax
@@ -90,18 +91,15 @@ FORMS = {
     "xla float32": Read("xla", jnp.float32, (8, 24)),
     "xla bfloat16": Read("xla", jnp.bfloat16, (8, 24)),
 }
-HOPPER = {"device": "NVIDIA H200"}
-KERNEL = Read(
-    *("mosaic_gpu", jnp.bfloat16, (2, 1024)),
-    entry=functools.partial(mosaic_gpu.read, interpret=True),
-    eager=True,
-    **HOPPER,
+KERNEL = Read("mosaic_gpu", jnp.bfloat16, (2, 1024), device="NVIDIA H200")
+INTERPRETED = dataclasses.replace(
+    KERNEL, entry=functools.partial(mosaic_gpu.read, interpret=True), eager=True
 )
-STAND_IN = Read("mosaic_gpu", jnp.bfloat16, (2, 1024), entry=xla.read, **HOPPER)
+STAND_IN = dataclasses.replace(KERNEL, entry=xla.read)
 
 
 class TestRead(ReadContract):
-    @pytest.fixture(params=[*FORMS.values(), KERNEL], ids=[*FORMS, "mosaic_gpu"])
+    @pytest.fixture(params=[*FORMS.values(), INTERPRETED], ids=[*FORMS, "mosaic_gpu"])
     def implementation(self, request):
         return request.param
 
@@ -165,25 +163,32 @@ def test_memory_is_one_row_in_float32():
     options = {"eps": EPS, "out_eps": EPS, "weight_after_cast": True, "implementation": "xla"}
     read = jax.jit(functools.partial(ar.read, **options))
     memory = read.lower(*arrays, jax.ShapeDtypeStruct((), jnp.int32)).compile().memory_analysis()
+    assert memory is not None
     assert memory.temp_size_in_bytes <= 1.1 * tokens * width * 4
 
 
 def test_choice_of_kernels():
     bank, partial = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 1, 2, 1024), (1, 2, 1024)))
     assert mosaic_gpu.refusal(bank, partial) is None
-    assert "float32" in mosaic_gpu.refusal(bank.astype(jnp.float32), partial.astype(jnp.float32))
-    assert "1000" in mosaic_gpu.refusal(bank[..., :1000], partial[..., :1000])
-    assert "9 rows" in mosaic_gpu.refusal(jnp.zeros((9, 1, 2, 1024), jnp.bfloat16), partial)
+    for wrong, message in (
+        ((bank.astype(jnp.float32), partial.astype(jnp.float32)), "float32"),
+        ((bank[..., :1000], partial[..., :1000]), "1000"),
+        ((jnp.zeros((9, 1, 2, 1024), jnp.bfloat16), partial), "9 rows"),
+    ):
+        assert message in str(mosaic_gpu.refusal(*wrong))
     vectors = [jnp.zeros((1024,), jnp.bfloat16)] * 3
-    read = functools.partial(ar.read, eps=EPS, out_eps=EPS, weight_after_cast=True)
+
+    def read(inputs, implementation="auto"):
+        options = {"eps": EPS, "out_eps": EPS, "weight_after_cast": True}
+        return ar.read(*inputs, 1, implementation=implementation, **options)
+
     for bad, message in (
         ((bank, partial[:, :1], *vectors), "running sum"),
         ((bank, partial.astype(jnp.float32), *vectors), "two dtypes"),
         ((bank, partial, *vectors[:2], vectors[0][:5]), r"\(5,\)"),
     ):
         with pytest.raises(InputError, match=message):
-            read(*bad, 1)
-    with pytest.raises(InputError, match="does not run on"):
-        read(bank, partial, *vectors, 1, implementation="mosaic_gpu")
-    with pytest.raises(InputError, match="not one of"):
-        read(bank, partial, *vectors, 1, implementation="triton")
+            read(bad)
+    for name, message in (("mosaic_gpu", "does not run on"), ("triton", "not one of")):
+        with pytest.raises(InputError, match=message):
+            read((bank, partial, *vectors), name)

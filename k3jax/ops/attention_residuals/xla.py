@@ -8,6 +8,7 @@ conversion into both sums of a score would make such a copy of the whole bank.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def _bank_scores(score, bank_NBTD: jax.Array, count) -> jax.Array:
 def _weighted(weights_NBT: jax.Array, bank_NBTD: jax.Array, count) -> jax.Array:
     """Sum over the rows in float32, in one pass."""
     rows = [_there(row, n < count).astype(jnp.float32) for n, row in enumerate(bank_NBTD)]
-    return sum(w[..., None] * row for w, row in zip(weights_NBT, rows, strict=True))
+    products = [w[..., None] * row for w, row in zip(weights_NBT, rows, strict=True)]
+    return functools.reduce(jnp.add, products)
 
 
 def mix(
