@@ -3,8 +3,8 @@
 Assignments are sorted by expert and cut into tiles of M rows of one expert each (`xla.tile_map`).
 Two kernels go over the tiles: latents to activations (w1 and w3 of an expert, then SiTU), and
 activations to the weighted sum (w2). Stacks of weights stay in HBM whole; a prefetched row of the
-stack a tile says which blocks to copy to VMEM. Tiles behind the used ones repeat the blocks of the
-last used one, so they copy and compute nothing.
+stack a tile says which blocks to copy to VMEM. The grid ends with the used tiles, a number known at
+run time: experts without a row are neither copied nor computed.
 
 * The grid is (blocks of output columns, tiles). A block of weights is unpacked to bfloat16 in VMEM
   once an expert, however many tiles the expert has.
@@ -43,6 +43,7 @@ from k3jax.quantization import mxfp8
 from k3jax.quantization.mxfp4 import GROUP, MXFP4
 
 TILE_ROWS = 16, 128  # at least and at most
+TOKENS_PER_ROW = 32
 ROWS = 2048  # of tiles that are gathered at a time
 TOKENS = 4096  # of a call of the second kernel
 _COLUMNS = 256  # outputs of a block are a multiple of these: even and odd ones fill lanes
@@ -67,10 +68,14 @@ def refusal(z_NL, ids_Nk, w13, w2, activations) -> str | None:
     return None
 
 
-def tile_rows(tokens: int, k: int, num_experts: int) -> int:
-    """Rows of a tile: an expert's mean load as a power of two within `TILE_ROWS`."""
+def tile_rows(tokens: int) -> int:
+    """Rows of a tile, a power of two within `TILE_ROWS`.
+
+    Experts of K3 have one row for 56 tokens on average, wherever they live: most tiles are filled
+    by one expert, and it seldom needs a second one. Rows cost little beside an expert's weights.
+    """
     least, most = TILE_ROWS
-    return max(least, min(most, 1 << (tokens * k // num_experts).bit_length()))
+    return max(least, min(most, 1 << (tokens // TOKENS_PER_ROW - 1).bit_length()))
 
 
 def _both(half: int):
@@ -192,38 +197,34 @@ def _largest(even_MO, odd_MO):
 
 
 def _up_kernel(
-    expert_ref, used_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
+    expert_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
     words_ref, lanes_ref, *, betas, activations,
 ):  # fmt: skip
-    t = pl.program_id(1)
-
-    @pl.when(t < used_ref[0])
+    @pl.when(_fresh(expert_ref, pl.program_id(1)))
     def _():
-        @pl.when(_fresh(expert_ref, t))
-        def _():
-            blocks = (gate_ref, gate_scale_ref), (up_ref, up_scale_ref)
-            for half, (codes_ref, scales_ref) in enumerate(blocks):
+        blocks = (gate_ref, gate_scale_ref), (up_ref, up_scale_ref)
+        for half, (codes_ref, scales_ref) in enumerate(blocks):
 
-                def store(i, which, odd, words, half=half):
-                    at = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
-                    words_ref[half, which, odd, at] = words
+            def store(i, which, odd, words, half=half):
+                at = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
+                words_ref[half, which, odd, at] = words
 
-                _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _alternate, store)
+            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _alternate, store)
 
-        h_2MO = []
-        for odd in (0, 1):
-            both = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
-            both = (x_MO.astype(h_ref.dtype).astype(jnp.float32) for x_MO in both)
-            h_2MO.append(situ(*both, *betas))
-        if activations is not None:
-            largest = _largest(*(mxfp8.magnitudes(h_MO) for h_MO in h_2MO))
-            h_2MO = [mxfp8.round_within(h_MO, largest) for h_MO in h_2MO]
-        for odd in (0, 1):
-            h_ref[odd] = h_2MO[odd].astype(h_ref.dtype)
+    h_2MO = []
+    for odd in (0, 1):
+        both = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
+        both = (x_MO.astype(h_ref.dtype).astype(jnp.float32) for x_MO in both)
+        h_2MO.append(situ(*both, *betas))
+    if activations is not None:
+        largest = _largest(*(mxfp8.magnitudes(h_MO) for h_MO in h_2MO))
+        h_2MO = [mxfp8.round_within(h_MO, largest) for h_MO in h_2MO]
+    for odd in (0, 1):
+        h_ref[odd] = h_2MO[odd].astype(h_ref.dtype)
 
 
 def _down_kernel(
-    expert_ref, used_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref,
+    expert_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref,
     before_ref, r_ref, words_ref, lanes_ref, y_ref,
 ):  # fmt: skip
     t, rows, columns = pl.program_id(1), h_ref.shape[1], words_ref.shape[1]
@@ -232,37 +233,31 @@ def _down_kernel(
     def _():
         r_ref[...] = before_ref[...]
 
-    @pl.when(t < used_ref[0])
+    @pl.when(_fresh(expert_ref, t))
     def _():
-        @pl.when(_fresh(expert_ref, t))
-        def _():
-            def store(i, which, odd, words):
-                # Words of rows 0, 1 and of rows 2, 3 lie in turn, so rows are in order. Only
-                # arrays of one tile of lanes have such stores.
-                at = pl.ds(i * 2 * SUBLANES + which, SUBLANES, stride=2)
-                for c in range(columns):
-                    words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
+        def store(i, which, odd, words):
+            # Words of rows 0, 1 and of rows 2, 3 lie in turn, so rows are in order. Only
+            # arrays of one tile of lanes have such stores.
+            at = pl.ds(i * 2 * SUBLANES + which, SUBLANES, stride=2)
+            for c in range(columns):
+                words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
 
-            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _neighbours, store)
+        _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _neighbours, store)
 
-        y_ML = _product(
-            h_ref, [jnp.concatenate([words_ref[i, c] for c in range(columns)], 1) for i in (0, 1)]
-        )
-        y_ref[...] = y_ML.astype(h_ref.dtype).astype(jnp.float32)
+    y_ML = _product(
+        h_ref, [jnp.concatenate([words_ref[i, c] for c in range(columns)], 1) for i in (0, 1)]
+    )
+    y_ref[...] = y_ML.astype(h_ref.dtype).astype(jnp.float32)
 
-        def add(m, _):
-            at = pl.ds(token_ref[t * rows + m], 1)
-            r_ref[at] += y_ref[pl.ds(m, 1)] * weight_ref[t * rows + m]
+    def add(m, _):
+        at = pl.ds(token_ref[t * rows + m], 1)
+        r_ref[at] += y_ref[pl.ds(m, 1)] * weight_ref[t * rows + m]
 
-        lax.fori_loop(0, count_ref[t], add, None)
+    lax.fori_loop(0, count_ref[t], add, None)
 
 
 def _block(width: int) -> int:
     return 2 * _COLUMNS if width % (2 * _COLUMNS) == 0 else _COLUMNS
-
-
-def _used_tile(t, used):
-    return jnp.minimum(t, jnp.maximum(used[0] - 1, 0))
 
 
 def _weight_specs(w: MXFP4, size: int, offset: int = 0):
@@ -285,22 +280,20 @@ def _arrays(w: MXFP4) -> list[Array]:
     return [w.codes, w.scales.swapaxes(1, 2)]
 
 
-def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, activations, interpret) -> Array:
+def _up(used, expert_T, x_2RC, w13: MXFP4, betas, activations, interpret) -> Array:
     """Activations [2, R, F / 2] of sorted latents [2, R, L / 2], even and odd columns apart."""
     rows, width = x_2RC.shape[1] // expert_T.shape[0], w13.shape[1] // 2
     size = _block(width)
     blocks = width // size
 
     def of_tile(columns, index):
-        return pl.BlockSpec(
-            (2, rows, columns), lambda o, t, _, used: (0, _used_tile(t, used), index(o))
-        )
+        return pl.BlockSpec((2, rows, columns), lambda o, t, _: (0, t, index(o)))
 
     return pl.pallas_call(
         partial(_up_kernel, betas=betas, activations=activations),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(blocks, expert_T.shape[0]),
+            num_scalar_prefetch=1,
+            grid=(blocks, used),
             in_specs=[
                 of_tile(x_2RC.shape[2], lambda o: 0),
                 *_weight_specs(w13, size),
@@ -316,25 +309,22 @@ def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, activations, interpret) -> A
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="experts_up",
-    )(expert_T, used_1, x_2RC, *_arrays(w13) * 2)
+    )(expert_T, x_2RC, *_arrays(w13) * 2)
 
 
-def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, interpret) -> Array:
+def _down(used, expert_T, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, interpret) -> Array:
     """r_NL and the weighted outputs of the tiles, in place."""
     rows, (tokens, width) = h_2RC.shape[1] // expert_T.shape[0], r_NL.shape
     size = _block(width)
     sums = pl.BlockSpec((tokens, size), lambda o, t, *_: (0, o))
-    scalars = expert_T, used_1, count_T, token_R, weight_R
+    scalars = expert_T, count_T, token_R, weight_R
     return pl.pallas_call(
         _down_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(width // size, expert_T.shape[0]),
+            grid=(width // size, used),
             in_specs=[
-                pl.BlockSpec(
-                    (2, rows, h_2RC.shape[2]),
-                    lambda o, t, _, used, *__: (0, _used_tile(t, used), 0),
-                ),
+                pl.BlockSpec((2, rows, h_2RC.shape[2]), lambda o, t, *_: (0, t, 0)),
                 *_weight_specs(w2, size),
                 sums,
             ],
@@ -378,7 +368,7 @@ def experts(
 
     def some(z_NL, ids_Nk, weights_Nk):
         tokens = z_NL.shape[0]
-        rows = tile_rows(tokens, k, num_experts)
+        rows = tile_rows(tokens)
         tiles = xla.tile_map(ids_Nk, num_experts, rows)
         total = tiles.expert_T.shape[0]
         size = min(total, ROWS // rows)
@@ -390,21 +380,15 @@ def experts(
         def add(i, r_NL):
             cut = lambda a: lax.dynamic_slice_in_dim(a, i * size, size)  # noqa: E731
             expert_S, assignment_SM = cut(expert_T), cut(assignment_TM)
-            used = jnp.minimum(tiles.used - i * size, size)
-            last = expert_S[jnp.maximum(used - 1, 0)]
-            in_use_S = jnp.arange(size, dtype=jnp.int32) < used
-            expert_S = jnp.where(in_use_S, expert_S, last) + first
+            used, expert_S = jnp.minimum(tiles.used - i * size, size), expert_S + first
             count_S = (assignment_SM < tokens * k).sum(1, dtype=jnp.int32)
             token_R = assignment_SM.reshape(-1) // k
             weight_R = weights_Nk.reshape(-1).at[assignment_SM.reshape(-1)].get(mode="clip")
             x_2RC = z_2NC.at[:, token_R].get(mode="fill", fill_value=0)
-            used_1 = used.reshape(1)
-            h_2RC = _up(expert_S, used_1, x_2RC, w13, betas, activations, interpret)
-            return _down(expert_S, used_1, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
+            h_2RC = _up(used, expert_S, x_2RC, w13, betas, activations, interpret)
+            return _down(used, expert_S, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
 
         r_NL = jnp.zeros((tokens, L), jnp.float32)
-        if total == size:
-            return add(0, r_NL).astype(out_dtype)
         return lax.fori_loop(0, pl.cdiv(tiles.used, size), add, r_NL).astype(out_dtype)
 
     if N <= TOKENS:
