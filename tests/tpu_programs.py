@@ -17,6 +17,9 @@ TOPOLOGIES = {  # name: device kind
     "tpu7x:2x2x1": "TPU7x",
 }
 
+# Those that kernels of K3's are asked for.
+LARGE = [name for name in TOPOLOGIES if not name.startswith("v5e")]
+
 
 def one_device(topology: str) -> NamedSharding:
     """A mesh of one device of a generation, in the way that a step of the model has one."""

@@ -8,7 +8,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from tpu_programs import array, compiled, one_device
+from tpu_programs import LARGE, array, compiled, one_device
 
 from k3jax.ops import attention_residuals
 from k3jax.ops.grouped_matmul import experts
@@ -27,7 +27,7 @@ DECODE, PREFILL = 25e6, ONE_EXPERT
 READ = 0.2e6  # measured: 0.1 MB at most
 
 
-@pytest.fixture(params=["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"], scope="module")
+@pytest.fixture(params=LARGE, scope="module")
 def place(request):
     return one_device(request.param)
 

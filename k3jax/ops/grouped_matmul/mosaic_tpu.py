@@ -36,6 +36,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from k3jax.ops import target
 from k3jax.ops.grouped_matmul import xla
 from k3jax.ops.mosaic_tpu import LANES, SUBLANES, VMEM_LIMIT, dot
 from k3jax.ops.situ import situ
@@ -48,6 +49,8 @@ ROWS = 2048  # of tiles that are gathered at a time
 TOKENS = 4096  # of a call of the second kernel
 _COLUMNS = 256  # outputs of a block are a multiple of these: even and odd ones fill lanes
 _NT = (1, 1)
+_ALTERNATE, _NEIGHBOURS = ((0, 2), (1, 3)), ((0, 1), (2, 3))  # rows that share a word
+FLOAT4 = ("TPU7x",)  # kinds that convert float4_e2m1fn; Mosaic refuses it for v5p and v6e
 _PARAMETERS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
 )
@@ -124,23 +127,60 @@ def _spread(bytes_RL, width: int):
     return jnp.concatenate(parts, axis=1)
 
 
-def _alternate(words):
-    """Rows 0, 2 and rows 1, 3 of words of four rows: a byte in each half."""
-    return words & _both(0xFF), (words >> 8) & _both(0xFF)
+def _code_pairs(codes_ref, at, float4_ref):
+    """(a, b, odd) -> words with codes of the even or odd columns of rows a and b of each four."""
+    del float4_ref
+    words = pltpu.bitcast(codes_ref[at], jnp.uint32)
+
+    def pair(a, b, odd):
+        # Bytes a and b of a word to the low bits of its halves.
+        low = words >> 8 * a
+        if b == a + 1:
+            low = low & jnp.uint32(0xFFFF)
+            low = low | low << 8
+        return (low & _both(0xFF)) >> 4 * odd
+
+    return pair
 
 
-def _neighbours(words):
-    """Rows 0, 1 and rows 2, 3 of words of four rows: a byte in each half."""
-    low, high = words & jnp.uint32(0xFFFF), words >> 16
-    return tuple((x | x << 8) & _both(0xFF) for x in (low, high))
+def _float4_pairs(codes_ref, at, float4_ref):
+    """`_code_pairs` as bfloat16 values, by the chip's own conversion.
+
+    It gives a row of even and one of odd columns in turn, which are the halves of one word. Rows a
+    and b come together by a store and loads with a stride.
+    """
+    float4 = pltpu.bitcast(codes_ref[at], jnp.float4_e2m1fn)
+    words = pltpu.bitcast(float4.astype(jnp.bfloat16), jnp.uint32)
+    columns = range(float4_ref.shape[0])
+    for c in columns:
+        float4_ref[c] = words[:, c * LANES : (c + 1) * LANES]
+
+    def row(r):
+        every = pl.ds(r, SUBLANES, stride=4)
+        return jnp.concatenate([float4_ref.at[c][every] for c in columns], axis=1)
+
+    def pair(a, b, odd):
+        low, high = row(a), row(b)
+        if odd:
+            return low >> 16 | high & jnp.uint32(0xFFFF0000)
+        return low & jnp.uint32(0xFFFF) | high << 16
+
+    return pair
 
 
-def _unpack(codes_ref, scales_ref, lanes_ref, pairs, store):
+def _product_floats(values, powers):
+    """bfloat16 values times bfloat16 powers of two, two a word."""
+    both = (pltpu.bitcast(x, jnp.bfloat16) for x in (values, powers))
+    return pltpu.bitcast(jnp.multiply(*both), jnp.uint32)
+
+
+def _unpack(codes_ref, scales_ref, lanes_ref, float4_ref, pairs, store):
     """Unpacks a block [O, width / 2], whose scales are [groups, O].
 
     Args:
       lanes_ref: for scales as words, a row of weights each.
-      pairs: which rows share a word, `_alternate` or `_neighbours`.
+      float4_ref: for `_float4_pairs`; None to unpack by integer arithmetic.
+      pairs: which two rows of each four share a word.
       store: called with (step, 0 or 1 of ``pairs``, 0 for even and 1 for odd columns, words) for
         every four rows of SUBLANES words.
     """
@@ -152,26 +192,28 @@ def _unpack(codes_ref, scales_ref, lanes_ref, pairs, store):
         scale_GO = jnp.concatenate([scale_GO, fill], axis=0)
     lanes_ref[...] = lax.bitcast_convert_type(scale_GO.T, jnp.uint32)
 
-    def run(floats, exponents):
+    def run(source, floats, exponents):
         def step(i, _):
             first = pl.multiple_of(i * 4 * SUBLANES, 4 * SUBLANES)
-            codes = pltpu.bitcast(codes_ref[pl.ds(first, 4 * SUBLANES)], jnp.uint32)
-            of_row = [lanes_ref[pl.ds(first + r, SUBLANES, stride=4)] for r in range(4)]
-            scales = of_row[0] | of_row[1] << 8 | of_row[2] << 16 | of_row[3] << 24
-            for which, (code, scale) in enumerate(zip(pairs(codes), pairs(scales), strict=True)):
-                spread = _spread(exponents(scale), width)
+            pair = source(codes_ref, pl.ds(first, 4 * SUBLANES), float4_ref)
+            scale = [lanes_ref[pl.ds(first + r, SUBLANES, stride=4)] for r in range(4)]
+            for which, (a, b) in enumerate(pairs):
+                spread = _spread(exponents(scale[a] | scale[b] << 16), width)
                 for odd in (0, 1):
-                    store(i, which, odd, floats(code >> 4 * odd, spread))
+                    store(i, which, odd, floats(pair(a, b, odd), spread))
 
         lax.fori_loop(0, rows // (4 * SUBLANES), step, None)
 
     @pl.when(jnp.logical_not(extreme))
     def _():
-        run(_floats, lambda scale: (scale << 7) - _both(0xC0))
+        if float4_ref is None:
+            run(_code_pairs, _floats, lambda scale: (scale << 7) - _both(0xC0))
+        else:
+            run(_float4_pairs, _product_floats, lambda scale: scale << 7)
 
     @pl.when(extreme)
     def _():
-        run(_extreme_floats, lambda scale: scale)
+        run(_code_pairs, _extreme_floats, lambda scale: scale)
 
 
 def _fresh(expert_ref, t):
@@ -198,7 +240,7 @@ def _largest(even_MO, odd_MO):
 
 def _up_kernel(
     expert_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
-    words_ref, lanes_ref, *, betas, activations,
+    words_ref, lanes_ref, float4_ref=None, *, betas, activations,
 ):  # fmt: skip
     @pl.when(_fresh(expert_ref, pl.program_id(1)))
     def _():
@@ -209,7 +251,7 @@ def _up_kernel(
                 at = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
                 words_ref[half, which, odd, at] = words
 
-            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _alternate, store)
+            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, float4_ref, _ALTERNATE, store)
 
     h_2MO = []
     for odd in (0, 1):
@@ -225,7 +267,7 @@ def _up_kernel(
 
 def _down_kernel(
     expert_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref,
-    before_ref, r_ref, words_ref, lanes_ref, y_ref,
+    before_ref, r_ref, words_ref, y_ref, lanes_ref, float4_ref=None,
 ):  # fmt: skip
     t, rows, columns = pl.program_id(1), h_ref.shape[1], words_ref.shape[1]
 
@@ -242,7 +284,7 @@ def _down_kernel(
             for c in range(columns):
                 words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
 
-        _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _neighbours, store)
+        _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, float4_ref, _NEIGHBOURS, store)
 
     y_ML = _product(
         h_ref, [jnp.concatenate([words_ref[i, c] for c in range(columns)], 1) for i in (0, 1)]
@@ -269,6 +311,14 @@ def _weight_specs(w: MXFP4, size: int, offset: int = 0):
         (1, w.scales.shape[2], size), lambda o, t, expert, *_: (expert[t], 0, o + offset)
     )
     return [codes, scales]
+
+
+def _scratch(w: MXFP4, size: int):
+    """What `_unpack` needs for a block of ``size`` rows."""
+    shapes = [(size, LANES)]
+    if target.device_kind() in FLOAT4:
+        shapes.append((w.codes.shape[2] // LANES, 4 * SUBLANES, LANES))
+    return [pltpu.VMEM(shape, jnp.uint32) for shape in shapes]
 
 
 def _arrays(w: MXFP4) -> list[Array]:
@@ -302,7 +352,7 @@ def _up(used, expert_T, x_2RC, w13: MXFP4, betas, activations, interpret) -> Arr
             out_specs=of_tile(size // 2, lambda o: o),
             scratch_shapes=[
                 pltpu.VMEM((2, 2, 2, size // 4, w13.codes.shape[2]), jnp.uint32),
-                pltpu.VMEM((size, LANES), jnp.uint32),
+                *_scratch(w13, size),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((2, x_2RC.shape[1], width // 2), x_2RC.dtype),
@@ -331,8 +381,8 @@ def _down(used, expert_T, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, in
             out_specs=sums,
             scratch_shapes=[
                 pltpu.VMEM((2, w2.codes.shape[2] // LANES, size // 2, LANES), jnp.uint32),
-                pltpu.VMEM((size, LANES), jnp.uint32),
                 pltpu.VMEM((rows, size), jnp.float32),
+                *_scratch(w2, size),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(r_NL.shape, r_NL.dtype),
