@@ -6,24 +6,27 @@ activations to the weighted sum (w2). Stacks of weights stay in HBM whole; a pre
 stack a tile says which blocks to copy to VMEM. The grid ends with the used tiles, a number known at
 run time: experts without a row are neither copied nor computed.
 
-* The grid is (blocks of output columns, tiles). A block of weights is unpacked to bfloat16 in VMEM
-  once an expert, however many tiles the expert has.
-* Unpacking is integer arithmetic on 32-bit words, two bfloat16 at a time (`_floats`). A word holds
-  bytes of four rows in one column, a byte an even and an odd column. Even and odd columns of a
-  weight are two operands, and the contracted side comes in even and odd columns too.
+* The grid is (blocks of output columns, used tiles). A block of weights is unpacked to bfloat16 in
+  VMEM once an expert, however many tiles the expert has.
+* Unpacking is integer arithmetic on 32-bit words, two bfloat16 at a time (`_floats`). A byte has an
+  even and an odd column, a word the bytes of four rows. Even and odd columns of a weight are two
+  operands, and what is contracted with it comes in even and odd columns too.
+* A TPU7x converts codes itself (`_float4_pairs`). That puts a row of even and one of odd columns in
+  the halves of a word, and a store and strided loads part them.
 * Scales of a row are one byte a group. A lane gather spreads them over the 16 bytes of a group, and
-  they are added to exponents. A block with a byte below 2 or above 252, where a product can leave
-  the normal numbers, takes `_extreme_floats` instead, which gives the values of
+  they are added to exponents (a TPU7x multiplies). A block with a byte below 2 or above 252,
+  where a product can leave the normal numbers, takes `_extreme_floats`, which gives the values of
   `k3jax.quantization.mxfp4`.
 * The even rows of w1 and w3 are unpacked apart from the odd ones, so activations leave the first
-  kernel as even and odd columns, which the second one wants.
+  kernel as even and odd columns, which the second one wants. Rows of w2 are kept in order.
 * The second kernel holds the sums of all tokens for its columns in VMEM and adds the rows of a tile
-  one by one, in ascending order of experts: no result of a product goes to HBM.
+  one by one, in ascending order of experts: no product goes to HBM.
 
 At most `ROWS` rows of tiles are gathered at a time, in a loop that ends with the used tiles, and at
-most `TOKENS` tokens. VMEM in bytes at L = 3584, F = 3072, M = 128: first kernel codes 3.5 MiB,
-unpacked weights 7 MiB, latents 1.8 MiB, activations 0.5 MiB; second kernel codes 1.5 MiB, unpacked
-weights 3 MiB, activations 1.5 MiB, sums 32 MiB at 4,096 tokens, 0.5 MiB at 64.
+most `TOKENS` tokens. VMEM at L = 3584, F = 3072, M = 128, copied blocks twice for the pipeline.
+First kernel, 512 activations a step: codes 3.5 MiB, unpacked weights 7, latents 1.8, activations
+0.3. Second, 512 outputs a step: codes 1.5, unpacked weights 3, activations 1.5, sums 32 MiB at
+4,096 tokens and 0.5 at 64. Scales take below 0.5 MiB in both; the limit is 56 MiB.
 """
 
 from __future__ import annotations
