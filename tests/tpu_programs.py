@@ -17,6 +17,9 @@ TOPOLOGIES = {  # name: device kind
     "tpu7x:2x2x1": "TPU7x",
 }
 
+# Those that kernels of K3's are asked for.
+LARGE = [name for name in TOPOLOGIES if not name.startswith("v5e")]
+
 
 def one_device(topology: str) -> NamedSharding:
     """A mesh of one device of a generation, in the way that a step of the model has one."""
@@ -34,9 +37,10 @@ def kind_of(place: NamedSharding) -> str:
     return place.mesh.devices.flat[0].device_kind
 
 
-def compiled(place, function, arguments, donated=(), kernels=1):
+def compiled(place, function, arguments, donated=(), kernels=1, free=()):
     """(program, its memory) compiled under shard_map, as the model's steps are, with row-major
-    arguments and results. "auto" must have taken ``kernels`` kernels at least.
+    arguments, but for those at ``free``, which lie as the compiler likes. Results are row-major.
+    "auto" must have taken ``kernels`` kernels at least.
     """
     typed = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments
@@ -50,9 +54,12 @@ def compiled(place, function, arguments, donated=(), kernels=1):
     results = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), results
     )
-    typed = jax.tree.map(
-        lambda a, f: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=f), typed, row_major(typed)
-    )
+    typed = [
+        x if i in free else jax.tree.map(
+            lambda a, f: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=f), x, row_major(x)
+        )
+        for i, x in enumerate(typed)
+    ]  # fmt: skip
     step = jax.jit(mapped, donate_argnums=donated, out_shardings=row_major(results))
     done = step.lower(*typed).compile(compiler_options=COMPILER_OPTIONS.get(kind_of(place)))
     memory = done.memory_analysis()

@@ -1,4 +1,4 @@
-"""Selection and latent attention compile for every TPU generation at K3's sizes, with bounded
+"""Selection and latent attention compile for v5p, v6e and TPU7x at K3's sizes, with bounded
 memory and without a copy of a cache.
 """
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import jax.numpy as jnp
 import pytest
-from tpu_programs import array, compiled
+from tpu_programs import LARGE, array, compiled, one_device
 
 from k3jax.ops import dsa, mla
 from k3jax.ops.rows import Rows
@@ -23,6 +23,11 @@ GIB = 2**30
 PREFILL = {HEADS: 0.5e9, SHARE: 0.15e9}
 DECODE = 1e6  # measured: 0.46 MB at most
 PAGED = 0.02e9  # measured: 16.2 MB (128 queries of two sequences)
+
+
+@pytest.fixture(params=LARGE, scope="module")
+def place(request):
+    return one_device(request.param)
 
 
 def caches(keys, batch=1, page=None):

@@ -25,6 +25,7 @@ MODEL = "kimi-k3.1-pro"
 LAYOUTS = [name for name in Layout.shipped() if Layout.load(name).topology]
 MILLION = {"v5p-64-long"}  # planned for eight sequences of 1,048,576 tokens
 TEMPORARIES, HOST_BYTES = 1e9, 4e9
+ONE_EXPERT = 3 * 3584 * 3072 * 2  # bytes in bfloat16: 66 MB
 
 
 def compiled(name: str, **step) -> plan.Plan:
@@ -48,9 +49,14 @@ def test_decode(name, caplog):
         made = compiled(name, **step)
     c = made.compiled
     assert c.temporary_bytes <= TEMPORARIES  # neither experts nor caches are copied
-    for op in ("experts", "attention_residuals"):
-        chosen = [r.args[-2] for r in caplog.records if r.msg.startswith(op + " ")]
-        assert set(chosen) == {"mosaic_tpu"}, chosen
+    if name == "v5p-64-ep64":
+        assert c.temporary_bytes < ONE_EXPERT  # measured: 28 MB
+    for op in ("experts ", "attention_residuals "):
+        choices = [r.args[-2:] for r in caplog.records if r.msg.startswith(op)]
+        # The plan's own list of collectives is traced on the host.
+        chosen = [name for name, reason in choices if reason != "no kernel for cpu"]
+        assert len(chosen) >= 6  # bodies of layers
+        assert set(chosen) == {"mosaic_tpu"}
     # No cache is gathered: what is gathered is smaller than one layer's index keys of a device,
     # but for weights that the layout itself stores in parts.
     layout = made.layout

@@ -3,27 +3,30 @@
 Assignments are sorted by expert and cut into tiles of M rows of one expert each (`xla.tile_map`).
 Two kernels go over the tiles: latents to activations (w1 and w3 of an expert, then SiTU), and
 activations to the weighted sum (w2). Stacks of weights stay in HBM whole; a prefetched row of the
-stack a tile says which blocks to copy to VMEM. Tiles behind the used ones repeat the blocks of the
-last used one, so they copy and compute nothing.
+stack a tile says which blocks to copy to VMEM. The grid ends with the used tiles, a number known at
+run time: experts without a row are neither copied nor computed.
 
-* The grid is (blocks of output columns, tiles). A block of weights is unpacked to bfloat16 in VMEM
-  once an expert, however many tiles the expert has.
-* Unpacking is integer arithmetic on 32-bit words, two bfloat16 at a time (`_floats`). A word holds
-  bytes of four rows in one column, a byte an even and an odd column. Even and odd columns of a
-  weight are two operands, and the contracted side comes in even and odd columns too.
+* The grid is (blocks of output columns, used tiles). A block of weights is unpacked to bfloat16 in
+  VMEM once an expert, however many tiles the expert has.
+* Unpacking is integer arithmetic on 32-bit words, two bfloat16 at a time (`_floats`). A byte has an
+  even and an odd column, a word the bytes of four rows. Even and odd columns of a weight are two
+  operands, and what is contracted with it comes in even and odd columns too.
+* A TPU7x converts codes itself (`_float4_pairs`). That puts a row of even and one of odd columns in
+  the halves of a word, and a store and strided loads part them.
 * Scales of a row are one byte a group. A lane gather spreads them over the 16 bytes of a group, and
-  they are added to exponents. A block with a byte below 2 or above 252, where a product can leave
-  the normal numbers, takes `_extreme_floats` instead, which gives the values of
+  they are added to exponents (a TPU7x multiplies). A block with a byte below 2 or above 252,
+  where a product can leave the normal numbers, takes `_extreme_floats`, which gives the values of
   `k3jax.quantization.mxfp4`.
 * The even rows of w1 and w3 are unpacked apart from the odd ones, so activations leave the first
-  kernel as even and odd columns, which the second one wants.
+  kernel as even and odd columns, which the second one wants. Rows of w2 are kept in order.
 * The second kernel holds the sums of all tokens for its columns in VMEM and adds the rows of a tile
-  one by one, in ascending order of experts: no result of a product goes to HBM.
+  one by one, in ascending order of experts: no product goes to HBM.
 
 At most `ROWS` rows of tiles are gathered at a time, in a loop that ends with the used tiles, and at
-most `TOKENS` tokens. VMEM in bytes at L = 3584, F = 3072, M = 128: first kernel codes 3.5 MiB,
-unpacked weights 7 MiB, latents 1.8 MiB, activations 0.5 MiB; second kernel codes 1.5 MiB, unpacked
-weights 3 MiB, activations 1.5 MiB, sums 32 MiB at 4,096 tokens, 0.5 MiB at 64.
+most `TOKENS` tokens. VMEM at L = 3584, F = 3072, M = 128, copied blocks twice for the pipeline.
+First kernel, 512 activations a step: codes 3.5 MiB, unpacked weights 7, latents 1.8, activations
+0.3. Second, 512 outputs a step: codes 1.5, unpacked weights 3, activations 1.5, sums 32 MiB at
+4,096 tokens and 0.5 at 64. Scales take below 0.5 MiB in both; the limit is 56 MiB.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from k3jax.ops import target
 from k3jax.ops.grouped_matmul import xla
 from k3jax.ops.mosaic_tpu import LANES, SUBLANES, VMEM_LIMIT, dot
 from k3jax.ops.situ import situ
@@ -43,10 +47,13 @@ from k3jax.quantization import mxfp8
 from k3jax.quantization.mxfp4 import GROUP, MXFP4
 
 TILE_ROWS = 16, 128  # at least and at most
+TOKENS_PER_ROW = 32
 ROWS = 2048  # of tiles that are gathered at a time
 TOKENS = 4096  # of a call of the second kernel
 _COLUMNS = 256  # outputs of a block are a multiple of these: even and odd ones fill lanes
 _NT = (1, 1)
+_ALTERNATE, _NEIGHBOURS = ((0, 2), (1, 3)), ((0, 1), (2, 3))  # rows that share a word
+FLOAT4 = ("TPU7x",)  # kinds that convert float4_e2m1fn; Mosaic refuses it for v5p and v6e
 _PARAMETERS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
 )
@@ -67,10 +74,14 @@ def refusal(z_NL, ids_Nk, w13, w2, activations) -> str | None:
     return None
 
 
-def tile_rows(tokens: int, k: int, num_experts: int) -> int:
-    """Rows of a tile: an expert's mean load as a power of two within `TILE_ROWS`."""
+def tile_rows(tokens: int) -> int:
+    """Rows of a tile, a power of two within `TILE_ROWS`.
+
+    Experts of K3 have one row for 56 tokens on average, wherever they live: most tiles are filled
+    by one expert, and it seldom needs a second one. Rows cost little beside an expert's weights.
+    """
     least, most = TILE_ROWS
-    return max(least, min(most, 1 << (tokens * k // num_experts).bit_length()))
+    return max(least, min(most, 1 << (tokens // TOKENS_PER_ROW - 1).bit_length()))
 
 
 def _both(half: int):
@@ -119,23 +130,60 @@ def _spread(bytes_RL, width: int):
     return jnp.concatenate(parts, axis=1)
 
 
-def _alternate(words):
-    """Rows 0, 2 and rows 1, 3 of words of four rows: a byte in each half."""
-    return words & _both(0xFF), (words >> 8) & _both(0xFF)
+def _code_pairs(codes_ref, at, float4_ref):
+    """(a, b, odd) -> words with codes of the even or odd columns of rows a and b of each four."""
+    del float4_ref
+    words = pltpu.bitcast(codes_ref[at], jnp.uint32)
+
+    def pair(a, b, odd):
+        # Bytes a and b of a word to the low bits of its halves.
+        low = words >> 8 * a
+        if b == a + 1:
+            low = low & jnp.uint32(0xFFFF)
+            low = low | low << 8
+        return (low & _both(0xFF)) >> 4 * odd
+
+    return pair
 
 
-def _neighbours(words):
-    """Rows 0, 1 and rows 2, 3 of words of four rows: a byte in each half."""
-    low, high = words & jnp.uint32(0xFFFF), words >> 16
-    return tuple((x | x << 8) & _both(0xFF) for x in (low, high))
+def _float4_pairs(codes_ref, at, float4_ref):
+    """`_code_pairs` as bfloat16 values, by the chip's own conversion.
+
+    It gives a row of even and one of odd columns in turn, which are the halves of one word. Rows a
+    and b come together by a store and loads with a stride.
+    """
+    float4 = pltpu.bitcast(codes_ref[at], jnp.float4_e2m1fn)
+    words = pltpu.bitcast(float4.astype(jnp.bfloat16), jnp.uint32)
+    columns = range(float4_ref.shape[0])
+    for c in columns:
+        float4_ref[c] = words[:, c * LANES : (c + 1) * LANES]
+
+    def row(r):
+        every = pl.ds(r, SUBLANES, stride=4)
+        return jnp.concatenate([float4_ref.at[c][every] for c in columns], axis=1)
+
+    def pair(a, b, odd):
+        low, high = row(a), row(b)
+        if odd:
+            return low >> 16 | high & jnp.uint32(0xFFFF0000)
+        return low & jnp.uint32(0xFFFF) | high << 16
+
+    return pair
 
 
-def _unpack(codes_ref, scales_ref, lanes_ref, pairs, store):
+def _product_floats(values, powers):
+    """bfloat16 values times bfloat16 powers of two, two a word."""
+    both = (pltpu.bitcast(x, jnp.bfloat16) for x in (values, powers))
+    return pltpu.bitcast(jnp.multiply(*both), jnp.uint32)
+
+
+def _unpack(codes_ref, scales_ref, lanes_ref, float4_ref, pairs, store):
     """Unpacks a block [O, width / 2], whose scales are [groups, O].
 
     Args:
       lanes_ref: for scales as words, a row of weights each.
-      pairs: which rows share a word, `_alternate` or `_neighbours`.
+      float4_ref: for `_float4_pairs`; None to unpack by integer arithmetic.
+      pairs: which two rows of each four share a word.
       store: called with (step, 0 or 1 of ``pairs``, 0 for even and 1 for odd columns, words) for
         every four rows of SUBLANES words.
     """
@@ -147,26 +195,28 @@ def _unpack(codes_ref, scales_ref, lanes_ref, pairs, store):
         scale_GO = jnp.concatenate([scale_GO, fill], axis=0)
     lanes_ref[...] = lax.bitcast_convert_type(scale_GO.T, jnp.uint32)
 
-    def run(floats, exponents):
+    def run(source, floats, exponents):
         def step(i, _):
             first = pl.multiple_of(i * 4 * SUBLANES, 4 * SUBLANES)
-            codes = pltpu.bitcast(codes_ref[pl.ds(first, 4 * SUBLANES)], jnp.uint32)
-            of_row = [lanes_ref[pl.ds(first + r, SUBLANES, stride=4)] for r in range(4)]
-            scales = of_row[0] | of_row[1] << 8 | of_row[2] << 16 | of_row[3] << 24
-            for which, (code, scale) in enumerate(zip(pairs(codes), pairs(scales), strict=True)):
-                spread = _spread(exponents(scale), width)
+            pair = source(codes_ref, pl.ds(first, 4 * SUBLANES), float4_ref)
+            scale = [lanes_ref[pl.ds(first + r, SUBLANES, stride=4)] for r in range(4)]
+            for which, (a, b) in enumerate(pairs):
+                spread = _spread(exponents(scale[a] | scale[b] << 16), width)
                 for odd in (0, 1):
-                    store(i, which, odd, floats(code >> 4 * odd, spread))
+                    store(i, which, odd, floats(pair(a, b, odd), spread))
 
         lax.fori_loop(0, rows // (4 * SUBLANES), step, None)
 
     @pl.when(jnp.logical_not(extreme))
     def _():
-        run(_floats, lambda scale: (scale << 7) - _both(0xC0))
+        if float4_ref is None:
+            run(_code_pairs, _floats, lambda scale: (scale << 7) - _both(0xC0))
+        else:
+            run(_float4_pairs, _product_floats, lambda scale: scale << 7)
 
     @pl.when(extreme)
     def _():
-        run(_extreme_floats, lambda scale: scale)
+        run(_code_pairs, _extreme_floats, lambda scale: scale)
 
 
 def _fresh(expert_ref, t):
@@ -192,39 +242,35 @@ def _largest(even_MO, odd_MO):
 
 
 def _up_kernel(
-    expert_ref, used_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
-    words_ref, lanes_ref, *, betas, activations,
+    expert_ref, x_ref, gate_ref, gate_scale_ref, up_ref, up_scale_ref, h_ref,
+    words_ref, lanes_ref, float4_ref=None, *, betas, activations,
 ):  # fmt: skip
-    t = pl.program_id(1)
-
-    @pl.when(t < used_ref[0])
+    @pl.when(_fresh(expert_ref, pl.program_id(1)))
     def _():
-        @pl.when(_fresh(expert_ref, t))
-        def _():
-            blocks = (gate_ref, gate_scale_ref), (up_ref, up_scale_ref)
-            for half, (codes_ref, scales_ref) in enumerate(blocks):
+        blocks = (gate_ref, gate_scale_ref), (up_ref, up_scale_ref)
+        for half, (codes_ref, scales_ref) in enumerate(blocks):
 
-                def store(i, which, odd, words, half=half):
-                    at = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
-                    words_ref[half, which, odd, at] = words
+            def store(i, which, odd, words, half=half):
+                at = pl.ds(pl.multiple_of(i * SUBLANES, SUBLANES), SUBLANES)
+                words_ref[half, which, odd, at] = words
 
-                _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _alternate, store)
+            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, float4_ref, _ALTERNATE, store)
 
-        h_2MO = []
-        for odd in (0, 1):
-            both = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
-            both = (x_MO.astype(h_ref.dtype).astype(jnp.float32) for x_MO in both)
-            h_2MO.append(situ(*both, *betas))
-        if activations is not None:
-            largest = _largest(*(mxfp8.magnitudes(h_MO) for h_MO in h_2MO))
-            h_2MO = [mxfp8.round_within(h_MO, largest) for h_MO in h_2MO]
-        for odd in (0, 1):
-            h_ref[odd] = h_2MO[odd].astype(h_ref.dtype)
+    h_2MO = []
+    for odd in (0, 1):
+        both = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
+        both = (x_MO.astype(h_ref.dtype).astype(jnp.float32) for x_MO in both)
+        h_2MO.append(situ(*both, *betas))
+    if activations is not None:
+        largest = _largest(*(mxfp8.magnitudes(h_MO) for h_MO in h_2MO))
+        h_2MO = [mxfp8.round_within(h_MO, largest) for h_MO in h_2MO]
+    for odd in (0, 1):
+        h_ref[odd] = h_2MO[odd].astype(h_ref.dtype)
 
 
 def _down_kernel(
-    expert_ref, used_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref,
-    before_ref, r_ref, words_ref, lanes_ref, y_ref,
+    expert_ref, count_ref, token_ref, weight_ref, h_ref, codes_ref, scales_ref,
+    before_ref, r_ref, words_ref, y_ref, lanes_ref, float4_ref=None,
 ):  # fmt: skip
     t, rows, columns = pl.program_id(1), h_ref.shape[1], words_ref.shape[1]
 
@@ -232,37 +278,31 @@ def _down_kernel(
     def _():
         r_ref[...] = before_ref[...]
 
-    @pl.when(t < used_ref[0])
+    @pl.when(_fresh(expert_ref, t))
     def _():
-        @pl.when(_fresh(expert_ref, t))
-        def _():
-            def store(i, which, odd, words):
-                # Words of rows 0, 1 and of rows 2, 3 lie in turn, so rows are in order. Only
-                # arrays of one tile of lanes have such stores.
-                at = pl.ds(i * 2 * SUBLANES + which, SUBLANES, stride=2)
-                for c in range(columns):
-                    words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
+        def store(i, which, odd, words):
+            # Words of rows 0, 1 and of rows 2, 3 lie in turn, so rows are in order. Only
+            # arrays of one tile of lanes have such stores.
+            at = pl.ds(i * 2 * SUBLANES + which, SUBLANES, stride=2)
+            for c in range(columns):
+                words_ref.at[odd, c][at] = words[:, c * LANES : (c + 1) * LANES]
 
-            _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, _neighbours, store)
+        _unpack(codes_ref.at[0], scales_ref.at[0], lanes_ref, float4_ref, _NEIGHBOURS, store)
 
-        y_ML = _product(
-            h_ref, [jnp.concatenate([words_ref[i, c] for c in range(columns)], 1) for i in (0, 1)]
-        )
-        y_ref[...] = y_ML.astype(h_ref.dtype).astype(jnp.float32)
+    y_ML = _product(
+        h_ref, [jnp.concatenate([words_ref[i, c] for c in range(columns)], 1) for i in (0, 1)]
+    )
+    y_ref[...] = y_ML.astype(h_ref.dtype).astype(jnp.float32)
 
-        def add(m, _):
-            at = pl.ds(token_ref[t * rows + m], 1)
-            r_ref[at] += y_ref[pl.ds(m, 1)] * weight_ref[t * rows + m]
+    def add(m, _):
+        at = pl.ds(token_ref[t * rows + m], 1)
+        r_ref[at] += y_ref[pl.ds(m, 1)] * weight_ref[t * rows + m]
 
-        lax.fori_loop(0, count_ref[t], add, None)
+    lax.fori_loop(0, count_ref[t], add, None)
 
 
 def _block(width: int) -> int:
     return 2 * _COLUMNS if width % (2 * _COLUMNS) == 0 else _COLUMNS
-
-
-def _used_tile(t, used):
-    return jnp.minimum(t, jnp.maximum(used[0] - 1, 0))
 
 
 def _weight_specs(w: MXFP4, size: int, offset: int = 0):
@@ -276,6 +316,14 @@ def _weight_specs(w: MXFP4, size: int, offset: int = 0):
     return [codes, scales]
 
 
+def _scratch(w: MXFP4, size: int):
+    """What `_unpack` needs for a block of ``size`` rows."""
+    shapes = [(size, LANES)]
+    if target.device_kind() in FLOAT4:
+        shapes.append((w.codes.shape[2] // LANES, 4 * SUBLANES, LANES))
+    return [pltpu.VMEM(shape, jnp.uint32) for shape in shapes]
+
+
 def _arrays(w: MXFP4) -> list[Array]:
     """Codes, and scales with rows innermost.
 
@@ -285,22 +333,20 @@ def _arrays(w: MXFP4) -> list[Array]:
     return [w.codes, w.scales.swapaxes(1, 2)]
 
 
-def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, activations, interpret) -> Array:
+def _up(used, expert_T, x_2RC, w13: MXFP4, betas, activations, interpret) -> Array:
     """Activations [2, R, F / 2] of sorted latents [2, R, L / 2], even and odd columns apart."""
     rows, width = x_2RC.shape[1] // expert_T.shape[0], w13.shape[1] // 2
     size = _block(width)
     blocks = width // size
 
     def of_tile(columns, index):
-        return pl.BlockSpec(
-            (2, rows, columns), lambda o, t, _, used: (0, _used_tile(t, used), index(o))
-        )
+        return pl.BlockSpec((2, rows, columns), lambda o, t, _: (0, t, index(o)))
 
     return pl.pallas_call(
         partial(_up_kernel, betas=betas, activations=activations),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(blocks, expert_T.shape[0]),
+            num_scalar_prefetch=1,
+            grid=(blocks, used),
             in_specs=[
                 of_tile(x_2RC.shape[2], lambda o: 0),
                 *_weight_specs(w13, size),
@@ -309,40 +355,37 @@ def _up(expert_T, used_1, x_2RC, w13: MXFP4, betas, activations, interpret) -> A
             out_specs=of_tile(size // 2, lambda o: o),
             scratch_shapes=[
                 pltpu.VMEM((2, 2, 2, size // 4, w13.codes.shape[2]), jnp.uint32),
-                pltpu.VMEM((size, LANES), jnp.uint32),
+                *_scratch(w13, size),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((2, x_2RC.shape[1], width // 2), x_2RC.dtype),
         compiler_params=_PARAMETERS,
         interpret=interpret,
         name="experts_up",
-    )(expert_T, used_1, x_2RC, *_arrays(w13) * 2)
+    )(expert_T, x_2RC, *_arrays(w13) * 2)
 
 
-def _down(expert_T, used_1, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, interpret) -> Array:
+def _down(used, expert_T, count_T, token_R, weight_R, h_2RC, w2: MXFP4, r_NL, interpret) -> Array:
     """r_NL and the weighted outputs of the tiles, in place."""
     rows, (tokens, width) = h_2RC.shape[1] // expert_T.shape[0], r_NL.shape
     size = _block(width)
     sums = pl.BlockSpec((tokens, size), lambda o, t, *_: (0, o))
-    scalars = expert_T, used_1, count_T, token_R, weight_R
+    scalars = expert_T, count_T, token_R, weight_R
     return pl.pallas_call(
         _down_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(width // size, expert_T.shape[0]),
+            grid=(width // size, used),
             in_specs=[
-                pl.BlockSpec(
-                    (2, rows, h_2RC.shape[2]),
-                    lambda o, t, _, used, *__: (0, _used_tile(t, used), 0),
-                ),
+                pl.BlockSpec((2, rows, h_2RC.shape[2]), lambda o, t, *_: (0, t, 0)),
                 *_weight_specs(w2, size),
                 sums,
             ],
             out_specs=sums,
             scratch_shapes=[
                 pltpu.VMEM((2, w2.codes.shape[2] // LANES, size // 2, LANES), jnp.uint32),
-                pltpu.VMEM((size, LANES), jnp.uint32),
                 pltpu.VMEM((rows, size), jnp.float32),
+                *_scratch(w2, size),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(r_NL.shape, r_NL.dtype),
@@ -378,7 +421,7 @@ def experts(
 
     def some(z_NL, ids_Nk, weights_Nk):
         tokens = z_NL.shape[0]
-        rows = tile_rows(tokens, k, num_experts)
+        rows = tile_rows(tokens)
         tiles = xla.tile_map(ids_Nk, num_experts, rows)
         total = tiles.expert_T.shape[0]
         size = min(total, ROWS // rows)
@@ -390,21 +433,15 @@ def experts(
         def add(i, r_NL):
             cut = lambda a: lax.dynamic_slice_in_dim(a, i * size, size)  # noqa: E731
             expert_S, assignment_SM = cut(expert_T), cut(assignment_TM)
-            used = jnp.minimum(tiles.used - i * size, size)
-            last = expert_S[jnp.maximum(used - 1, 0)]
-            in_use_S = jnp.arange(size, dtype=jnp.int32) < used
-            expert_S = jnp.where(in_use_S, expert_S, last) + first
+            used, expert_S = jnp.minimum(tiles.used - i * size, size), expert_S + first
             count_S = (assignment_SM < tokens * k).sum(1, dtype=jnp.int32)
             token_R = assignment_SM.reshape(-1) // k
             weight_R = weights_Nk.reshape(-1).at[assignment_SM.reshape(-1)].get(mode="clip")
             x_2RC = z_2NC.at[:, token_R].get(mode="fill", fill_value=0)
-            used_1 = used.reshape(1)
-            h_2RC = _up(expert_S, used_1, x_2RC, w13, betas, activations, interpret)
-            return _down(expert_S, used_1, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
+            h_2RC = _up(used, expert_S, x_2RC, w13, betas, activations, interpret)
+            return _down(used, expert_S, count_S, token_R, weight_R, h_2RC, w2, r_NL, interpret)
 
         r_NL = jnp.zeros((tokens, L), jnp.float32)
-        if total == size:
-            return add(0, r_NL).astype(out_dtype)
         return lax.fori_loop(0, pl.cdiv(tiles.used, size), add, r_NL).astype(out_dtype)
 
     if N <= TOKENS:

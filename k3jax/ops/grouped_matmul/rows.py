@@ -46,6 +46,12 @@ class Tiles(NamedTuple):
     used: jax.Array
 
 
+def _before(x_E: jax.Array) -> jax.Array:
+    """Sums of what stands before each number: one reduction, where a scan is a chain of them."""
+    at_E = jnp.arange(len(x_E), dtype=jnp.int32)
+    return jnp.where(at_E < at_E[:, None], x_E, 0).sum(1, dtype=jnp.int32)
+
+
 def bound(assignments: int, num_experts: int) -> int:
     """Rows that so many assignments may need."""
     rows = assignments + min(assignments, num_experts) * (ALIGNMENT - 1)
@@ -71,7 +77,7 @@ def sort(ids_Nk: jax.Array, num_experts: int) -> Rows:
     before_E = (expert_A[None] < experts_E1).sum(1, dtype=jnp.int32)
     count_E = (expert_A[None] <= experts_E1).sum(1, dtype=jnp.int32) - before_E
     room_E = -(-count_E // ALIGNMENT) * ALIGNMENT
-    begin_E = jnp.cumsum(room_E, dtype=jnp.int32) - room_E
+    begin_E = _before(room_E)
     rows = bound(total, num_experts)
     place_A = rank_A + (begin_E - before_E).at[expert_A].get(mode="fill", fill_value=0)
     place_A = jnp.where(real_A, place_A, rows)
@@ -90,7 +96,7 @@ def cut(begin_E: jax.Array, end_E: jax.Array, first, rows: int, size: int) -> Ti
     begin_E = jnp.clip(begin_E - first, 0, rows)
     end_E = jnp.clip(end_E - first, 0, rows)
     tiles_E = (end_E - begin_E + size - 1) // size
-    after_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
+    after_E = _before(tiles_E) + tiles_E
     tile_T = jnp.arange(count, dtype=jnp.int32)
     expert_T = (after_E[None] <= tile_T[:, None]).sum(1, dtype=jnp.int32)
     expert_T = jnp.minimum(expert_T, num_experts - 1)
