@@ -375,7 +375,8 @@ def experts(
         return jnp.zeros(z_NL.shape, out_dtype)
     sorted_ = rows_of.sort(ids_Nk, num_experts)
     total = len(sorted_.token_R)
-    segments = -(-total // SEGMENT)
+    # MXFP8 holds w1 z and w3 z of a segment too.
+    segments = -(-total // (SEGMENT if activations is None else SEGMENT // 2))
     rows = -(-total // (segments * rows_of.ALIGNMENT)) * rows_of.ALIGNMENT
     token_R = jnp.pad(sorted_.token_R, (0, segments * rows - total))
     place_Nk, weights_Nk = _ascending(sorted_.place_Nk, weights_Nk)
