@@ -173,7 +173,8 @@ def test_choice_of_kernels():
     for wrong, message in (
         ((bank.astype(jnp.float32), partial.astype(jnp.float32)), "float32"),
         ((bank[..., :1000], partial[..., :1000]), "1000"),
-        ((jnp.zeros((9, 1, 2, 1024), jnp.bfloat16), partial), "9 rows"),
+        ((jnp.zeros((16, 1, 2, 1024), jnp.bfloat16), partial), "16 rows"),
+        ((jax.ShapeDtypeStruct((9, 1, 2, 7168), jnp.bfloat16), partial), "10 sources of 7168"),
     ):
         assert message in str(mosaic_gpu.refusal(*wrong))
     vectors = [jnp.zeros((1024,), jnp.bfloat16)] * 3

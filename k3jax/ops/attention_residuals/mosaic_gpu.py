@@ -32,8 +32,8 @@ BLOCKS = 132  # of an H200 or H100
 WARPGROUPS = 4
 THREADS = 128  # of a warpgroup
 WARPS = 16
-MOST = 9  # sources, whose values stay in registers
-WIDEST = 7168
+MOST = 16  # sources: pairs of lanes of a warp
+VALUES = 9 * 7168  # of a token, which stay in registers
 SHARED = 232448  # bytes
 ROOM = 4096  # bytes of shared memory beside the ring
 PITCH = 20  # float32 of a sum: one a warp, and a distance that keeps vectors in separate banks
@@ -46,10 +46,12 @@ def refusal(bank_NBTD, partial_BTD) -> str | None:
     N, *_, D = bank_NBTD.shape
     if partial_BTD.dtype != _bf16:
         return f"rows are {partial_BTD.dtype}, not bfloat16"
-    if D % 1024 or D > WIDEST:
-        return f"rows of {D}, no multiple of 1024 up to {WIDEST}"
+    if D % 1024:
+        return f"rows of {D}, no multiple of 1024"
     if not 0 < N < MOST:
         return f"a bank of {N} rows, not 1 to {MOST - 1}"
+    if (N + 1) * D > VALUES:
+        return f"{N + 1} sources of {D} are over {VALUES} values, more than registers hold"
     return None
 
 
