@@ -258,9 +258,11 @@ def _up_kernel(
 
     h_2MO = []
     for odd in (0, 1):
-        both = (_product(x_ref, words_ref.at[half, odd]) for half in (0, 1))
-        both = (x_MO.astype(h_ref.dtype).astype(jnp.float32) for x_MO in both)
-        h_2MO.append(situ(*both, *betas))
+        gate_MO, up_MO = (
+            _product(x_ref, words_ref.at[half, odd]).astype(h_ref.dtype).astype(jnp.float32)
+            for half in (0, 1)
+        )
+        h_2MO.append(situ(gate_MO, up_MO, *betas))
     if activations is not None:
         largest = _largest(*(mxfp8.magnitudes(h_MO) for h_MO in h_2MO))
         h_2MO = [mxfp8.round_within(h_MO, largest) for h_MO in h_2MO]
@@ -318,7 +320,7 @@ def _weight_specs(w: MXFP4, size: int, offset: int = 0):
 
 def _scratch(w: MXFP4, size: int):
     """What `_unpack` needs for a block of ``size`` rows."""
-    shapes = [(size, LANES)]
+    shapes: list[tuple[int, ...]] = [(size, LANES)]
     if target.device_kind() in FLOAT4:
         shapes.append((w.codes.shape[2] // LANES, 4 * SUBLANES, LANES))
     return [pltpu.VMEM(shape, jnp.uint32) for shape in shapes]
