@@ -201,24 +201,27 @@ def stacked(rows: Rows | Scaled, page: int | None, seed: int = 0) -> Rows | Scal
     """The same rows as sequences 2, 3, .. of layer 1 of a stack: in pages of ``page`` rows, in any
     order, or one entry a sequence (None). All else holds NaN.
 
-    Entries of the table whose pages hold only NaN rows are out of range.
+    Entries of the table whose pages hold only NaN rows are out of range. Made on the host: no shape
+    is compiled for it.
     """
     if isinstance(rows, Scaled):
         return Scaled(stacked(rows.codes, page, seed), stacked(rows.factors, page, seed))
     batch, keys, width = rows.shape
-    data = rows.whole()
+    data = np.asarray(rows.stack)
+    assert data.shape == rows.shape  # no stack, no pages yet
     if page is None:
-        stack = jnp.full((3, batch + 3, keys, width), jnp.nan, rows.dtype)
-        return Rows(stack.at[1, 2:-1].set(data), jnp.int32(1), 2, batch)
+        stack = np.full((3, batch + 3, keys, width), np.nan, data.dtype)
+        stack[1, 2:-1] = data
+        return Rows(jnp.asarray(stack), jnp.int32(1), 2, batch)
     assert keys % page == 0
     rng, count = np.random.default_rng(seed), keys // page
     entries = rng.permutation(batch * count + 5)[: batch * count].reshape(batch, count)
-    stack = jnp.full((3, batch * count + 5, page, width), jnp.nan, rows.dtype)
-    stack = stack.at[1, entries].set(data.reshape(batch, count, page, width))
-    unused = np.isnan(wide(data)).reshape(batch, count, -1).all(-1)
+    stack = np.full((3, batch * count + 5, page, width), np.nan, data.dtype)
+    stack[1, entries] = data.reshape(batch, count, page, width)
+    unused = np.isnan(data.astype(np.float32)).reshape(batch, count, -1).all(-1)
     entries = np.where(unused, rng.choice([-1, -(2**31), 2**31 - 1, 10**6], entries.shape), entries)
     table = np.concatenate([np.full((2, count), -7), entries, np.full((1, count), 2**30)])
-    return Rows(stack, jnp.int32(1), 2, batch, jnp.asarray(table, jnp.int32))
+    return Rows(jnp.asarray(stack), jnp.int32(1), 2, batch, jnp.asarray(table, jnp.int32))
 
 
 def check_sizes(jaxpr, limit: int, views: Collection[tuple[int, ...]] = ()) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from sharding import collectives
 from sharding.collectives import Axes
@@ -86,7 +87,7 @@ def draw(sample: Callable, key: jax.Array, shape: tuple[int, ...]):
     and traced ones are as they are.
     """
     size = math.prod(shape)
-    if isinstance(key, jax.core.Tracer) or size > SMALL:
+    if isinstance(key, Tracer) or size > SMALL:
         return sample(key, shape)
     return np.asarray(sample(key, (1 << max(12, (size - 1).bit_length()),)))[:size].reshape(shape)
 

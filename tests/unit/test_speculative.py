@@ -180,8 +180,12 @@ def test_rows_that_do_not_count():
 # The model.
 
 
-@functools.cache
 def model(dsa=True):
+    return _model(dsa)
+
+
+@functools.cache  # `f()` and `f(True)` would be two entries, and every program compiled twice
+def _model(dsa):
     return Model(tiny.module(tiny.config(dsa=dsa)), donate=True)
 
 
