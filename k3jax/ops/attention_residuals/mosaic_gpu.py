@@ -154,7 +154,7 @@ def _meet(barrier, *, interpret):
 
 
 def _lane():
-    from k3jax.ops.dsa.mosaic_gpu_lanes import Lane
+    from k3jax.ops.mosaic_gpu_lanes import Lane
 
     class Sums(Lane):
         """Sums over the threads of a block."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from k3jax.ops.dsa.mosaic_gpu_lanes import Lane
+from k3jax.ops.mosaic_gpu_lanes import Lane
 
 TOTALS = 80  # sums over a block in one kernel
 LEAST = -(2**31)

@@ -19,8 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.ops.dsa import mosaic_gpu_lanes as lanes
-from k3jax.ops.dsa.mosaic_gpu_lanes import HEADS
+from k3jax.ops.dsa.mosaic_gpu_keep import HEADS, keep
 from k3jax.ops.mosaic_gpu import COLUMNS, LANE, Interpret, mode, smem
 from k3jax.ops.rows import Rows, Scaled
 
@@ -196,7 +195,7 @@ def scan(
             dots_MN = _dots(keys, scratch.q, then=pass_on, interpret=interpret)
             factors = None if scratch.factors is None else scratch.factors.at[stage, half]
             start = tile(n) * TILE + warpgroup * HALF
-            lanes.keep(
+            keep(
                 *(dots_MN, weights_N, factors, scratch.limit, scratch.floor, scratch.tie),
                 *(found.rank_BTnc, found.at_BTnc, scratch.count),
                 *(batch, first, segment, warpgroup, start),

@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.ops.dsa.mosaic_gpu_block import LEAST, TOTALS, Block
 from k3jax.ops.dsa.mosaic_gpu_collect import Segments
-from k3jax.ops.dsa.mosaic_gpu_lanes import REF, SCALAR, Lane
 from k3jax.ops.dsa.xla import ordered, unordered
 from k3jax.ops.mosaic_gpu import LANE, Interpret
+from k3jax.ops.mosaic_gpu_lanes import REF, SCALAR, Lane
 
 THREADS = 1024
 MOST = 8192  # candidates of a query

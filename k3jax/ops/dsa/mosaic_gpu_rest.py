@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.ops.dsa import mosaic_gpu_collect as collecting
 from k3jax.ops.dsa import mosaic_gpu_pick as picking
-from k3jax.ops.dsa.mosaic_gpu_lanes import Lane
 from k3jax.ops.mosaic_gpu import LANE, Interpret
+from k3jax.ops.mosaic_gpu_lanes import Lane
 from k3jax.ops.rows import Rows, Scaled
 
 WARPGROUPS = 4  # two that score, one that fetches, one more to pick: a power of two

@@ -9,7 +9,7 @@ into registers (`mosaic_gpu_unpack`) and x in shared memory.
 * A team has two warpgroups that compute, 64 rows of both parts each, and a third one that copies
   codes, scales and rows of x into rings ahead of them, also across work. Weights are read where
   they lie, in the stack of all layers and experts, once for each tile.
-* Outputs stay sorted by expert, without gaps; `combine` adds up what belongs to a token.
+* Outputs stay sorted by expert; `rows.combine` adds up what belongs to a token.
 
 Many rows go through in segments, so that x, the activations and outputs need little memory.
 """
@@ -39,6 +39,7 @@ BLOCKS = 132  # of an H200 or H100
 SIZES = (8, 16, 24, 32, 48, 64, 80, 96)  # rows of a tile
 SEGMENT = 16384  # rows at a time
 RING = 2  # slots of a team
+SMALL, FEW = 24, 32  # rows of a tile, and tiles; see `Shape`
 _f32, _bf16, _i32, _u8 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8
 
 
@@ -77,7 +78,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, size: int, tiles: int) -> Shape:
-        return cls(size, 2 if size <= 24 and tiles > 4 * SIZES[0] else 1)
+        return cls(size, 2 if size <= SMALL and tiles > FEW else 1)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -330,37 +331,6 @@ def _grouped(
 _jitted = jax.jit(_grouped, static_argnames=("size", "activate", "interpret"))
 
 
-def combine(sum_NL, y_RL, place_Nk, weights_Nk, first):
-    """Adds to each token what rows ``first`` and on hold for it, weighted, one after the other in
-    the order of places, so that a sum does not depend on where segments end.
-
-    Args:
-      sum_NL: float32, `parts.spread`.
-      y_RL: bfloat16, `parts.spread`.
-      place_Nk: ascending; rows elsewhere add nothing.
-    """
-    rows = y_RL.shape[0]
-    for j in range(place_Nk.shape[1]):
-        at_N = place_Nk[:, j] - first
-        there_N1 = ((at_N >= 0) & (at_N < rows))[:, None]
-        y_NL = y_RL[jnp.clip(at_N, 0, rows - 1)].astype(_f32)
-        sum_NL = sum_NL + jnp.where(there_N1, y_NL * weights_Nk[:, j, None], 0.0)
-    return sum_NL
-
-
-def _ascending(place_Nk, weights_Nk):
-    """Both in the order of places."""
-    k = place_Nk.shape[1]
-    at_k = jnp.arange(k, dtype=_i32)
-    before = (place_Nk[:, None] < place_Nk[..., None]) | (
-        (place_Nk[:, None] == place_Nk[..., None]) & (at_k < at_k[:, None])
-    )
-    rank_Nk = before.sum(-1, dtype=_i32)
-    chosen_Nkk = rank_Nk[:, None] == at_k[:, None]
-    pick = lambda x_Nk: jnp.where(chosen_Nkk, x_Nk[:, None], 0).sum(-1)  # noqa: E731
-    return pick(place_Nk), pick(weights_Nk)
-
-
 def experts(
     z_NL, ids_Nk, weights_Nk, w13: MXFP4, w2: MXFP4, *, first, num_experts: int, out_dtype,
     situ_beta: float, situ_linear_beta: float | None, activations: str | None,
@@ -379,7 +349,7 @@ def experts(
     segments = -(-total // (SEGMENT if activations is None else SEGMENT // 2))
     rows = -(-total // (segments * rows_of.ALIGNMENT)) * rows_of.ALIGNMENT
     token_R = jnp.pad(sorted_.token_R, (0, segments * rows - total))
-    place_Nk, weights_Nk = _ascending(sorted_.place_Nk, weights_Nk)
+    place_Nk, weights_Nk = rows_of.ascending(sorted_.place_Nk, weights_Nk)
     first_1 = jnp.reshape(jnp.int32(0) if first is None else first, 1)
     size = tile_size(ids_Nk.size, num_experts)
     grouped = functools.partial(
@@ -401,7 +371,7 @@ def experts(
         tiles = rows_of.cut(sorted_.begin_E, sorted_.end_E, begin, rows, size)
         x_RL = x_NL[lax.dynamic_slice_in_dim(token_R, begin, rows)]
         y_RL = grouped(hidden(x_RL, tiles), w2, tiles, activate=None)
-        return combine(sum_NL, y_RL, place_Nk, weights_Nk, begin)
+        return rows_of.combine(sum_NL, y_RL, place_Nk, weights_Nk, begin)
 
     sum_NL = jnp.zeros(z_NL.shape, _f32)
     looped = functools.partial(lax.fori_loop, 0, segments, segment)

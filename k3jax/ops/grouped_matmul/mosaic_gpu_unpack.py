@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.ops.mosaic_gpu import WGMMA
+from k3jax.ops.mosaic_gpu_lanes import REF, SCALAR, Lane
 from k3jax.quantization.mxfp4 import MXFP4
 
 SPAN = 128  # columns, or rows, whose order changes together
@@ -29,7 +30,6 @@ THREADS = 128
 # Numbers of each thread's own.
 FACTORS = plgpu.Layout.WG_STRIDED((9 * THREADS,), vec_size=1)
 WORDS = plgpu.Layout.WG_STRIDED((8 * THREADS,), vec_size=1)
-SCALAR = plgpu.Layout.WG_SPLAT(())
 LARGEST = 128  # scale bytes 2 to here take one product; 2**(byte - 1) must be a bfloat16
 _i32, _bf16 = jnp.int32, jnp.bfloat16
 
@@ -62,12 +62,6 @@ def _rows(half):
     place = jnp.arange(TILE, dtype=_i32) + TILE * half
     v, i, q, b = place >> 5, (place >> 3) & 3, (place >> 1) & 3, place & 1
     return 32 * q + 8 * v + 4 * b + i
-
-
-def _lane():
-    from k3jax.ops.dsa.mosaic_gpu_lanes import Lane
-
-    return Lane()
 
 
 def _first_row(lane, half):
@@ -110,11 +104,11 @@ def factors(scales_w, stage, half, *, groups: int, interpret):
         return scales_w[...].reshape(2, SPAN, groups // 8, 2, 4)[:, _rows(half), stage]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        arg_types=(REF, SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((9 * THREADS,), _i32, layout=FACTORS),
     )
     def read(_, scales, stage, half):
-        lane = _lane()
+        lane = Lane()
         arith = lane.arith
         row = _first_row(lane, lane.scalar(half))
         shift = lane.times(arith.andi(lane.thread, lane.int(3)), 8)
@@ -158,7 +152,7 @@ def words(codes_w, span: int, half, *, interpret):
         return_type=plgpu.ShapeDtypeStruct((8 * THREADS,), _i32, layout=WORDS),
     )
     def read(_, codes, half):
-        lane = _lane()
+        lane = Lane()
         arith = lane.arith
         first = _first_row(lane, lane.scalar(half))
         piece = lane.add(arith.andi(lane.thread, lane.int(3)), 4 * span)
@@ -193,7 +187,7 @@ def unpack(words, factors, part: int, span: int, chunk: int, *, interpret):
     def convert(_, words, factors):
         from jax.experimental.mosaic import gpu as mgpu
 
-        lane = _lane()
+        lane = Lane()
         register = lambda array, n: lane.elements(array.registers[n])[0]  # noqa: E731
         mine = [register(factors, part * 4 + second * 2 + span) for second in range(2)]
         codes = [
@@ -299,11 +293,11 @@ def store_rows(from_w, out_g, first, count, column, *, interpret):
 
     @plgpu.inline_mgpu(
         arg_types=(
-            plgpu.RefType(_out_transforms()), plgpu.RefType(), SCALAR, SCALAR, SCALAR
+            plgpu.RefType(_out_transforms()), REF, SCALAR, SCALAR, SCALAR
         )
     )  # fmt: skip
     def store(_, source, out, first, count, column):
-        lane = _lane()
+        lane = Lane()
         arith, ir, llvm, utils = lane.arith, lane.ir, lane.llvm, lane.utils
         i8, i64 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(64)
         (stride, _), _ = out.type.get_strides_and_offset()

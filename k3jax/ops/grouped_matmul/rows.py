@@ -16,12 +16,15 @@ ALIGNMENT = 8
 """An expert's rows begin at a multiple of it: bulk copies take whole tiles of 8 rows."""
 
 
+NOWHERE = 2**30
+
+
 class Rows(NamedTuple):
     """Sorted by expert, then by token, with up to 7 rows without a token behind each expert's.
 
     Attributes:
       token_R: int32, the token of a row; 0 where there is none.
-      place_Nk: int32, the row of each assignment; R where it has no expert.
+      place_Nk: int32, the row of each assignment; `NOWHERE` where it has no expert.
       begin_E: int32, the first row of each expert.
       end_E: int32, the row after its last.
     """
@@ -80,7 +83,7 @@ def sort(ids_Nk: jax.Array, num_experts: int) -> Rows:
     begin_E = _before(room_E)
     rows = bound(total, num_experts)
     place_A = rank_A + (begin_E - before_E).at[expert_A].get(mode="fill", fill_value=0)
-    place_A = jnp.where(real_A, place_A, rows)
+    place_A = jnp.where(real_A, place_A, NOWHERE)
     token_R = jnp.zeros((rows,), jnp.int32).at[place_A].set(at_A // k, mode="drop")
     return Rows(token_R, place_A.reshape(tokens, k), begin_E, begin_E + count_E)
 
@@ -103,3 +106,34 @@ def cut(begin_E: jax.Array, end_E: jax.Array, first, rows: int, size: int) -> Ti
     start_T = begin_E[expert_T] + (tile_T - after_E[expert_T] + tiles_E[expert_T]) * size
     count_T = jnp.clip(end_E[expert_T] - start_T, 0, size)
     return Tiles(expert_T, start_T, count_T, after_E[-1:])
+
+
+def combine(sum_NL, y_RL, place_Nk, weights_Nk, first):
+    """Adds to each token what rows ``first`` and on hold for it, weighted, one after the other in
+    the order of places, so that a sum does not depend on where segments end.
+
+    Args:
+      sum_NL: float32.
+      y_RL: bfloat16, the columns in the same order.
+      place_Nk: ascending; rows elsewhere add nothing.
+    """
+    rows = y_RL.shape[0]
+    for j in range(place_Nk.shape[1]):
+        at_N = place_Nk[:, j] - first
+        there_N1 = ((at_N >= 0) & (at_N < rows))[:, None]
+        y_NL = y_RL[jnp.clip(at_N, 0, rows - 1)].astype(jnp.float32)
+        sum_NL = sum_NL + jnp.where(there_N1, y_NL * weights_Nk[:, j, None], 0.0)
+    return sum_NL
+
+
+def ascending(place_Nk, weights_Nk):
+    """Both in the order of places."""
+    k = place_Nk.shape[1]
+    at_k = jnp.arange(k, dtype=jnp.int32)
+    before = (place_Nk[:, None] < place_Nk[..., None]) | (
+        (place_Nk[:, None] == place_Nk[..., None]) & (at_k < at_k[:, None])
+    )
+    rank_Nk = before.sum(-1, dtype=jnp.int32)
+    chosen_Nkk = rank_Nk[:, None] == at_k[:, None]
+    pick = lambda x_Nk: jnp.where(chosen_Nkk, x_Nk[:, None], 0).sum(-1)  # noqa: E731
+    return pick(place_Nk), pick(weights_Nk)
