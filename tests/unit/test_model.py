@@ -23,8 +23,12 @@ from k3jax.runtime import Model, bucket
 from sharding.parallel import SINGLE
 
 
-@functools.cache
 def model(dsa: bool = True) -> Model:
+    return _model(dsa)
+
+
+@functools.cache  # `f()` and `f(True)` would be two entries, and every program compiled twice
+def _model(dsa: bool) -> Model:
     return Model(tiny.module(tiny.config(dsa=dsa)))
 
 
@@ -32,6 +36,17 @@ def relative(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert np.isfinite(got).all()
     return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+@nnx.jit
+def attend(layer, x, tokens):
+    return layer.attention(x, None, tokens)[0]
+
+
+@nnx.jit
+def feed_forward(layer, x, tokens):
+    y = layer.ffn(x, tokens)
+    return y if layer.spec.ffn == "dense" else y[0]
 
 
 def by_the_rules(module, ids):
@@ -57,11 +72,10 @@ def by_the_rules(module, ids):
             bank.append(partial)
             partial = None
         normed = layer._norm(read, layer.input_norm)
-        a = layer.attention(normed, None, tokens)[0]
+        a = attend(layer, normed, tokens)
         partial = a if partial is None else partial + a
         normed = layer._norm(mix(layer.ffn_res, [*bank, partial]), layer.post_attention_norm)
-        f = layer.ffn(normed, tokens)
-        partial = partial + (f if layer.spec.ffn == "dense" else f[0])
+        partial = partial + feed_forward(layer, normed, tokens)
     out = mix(module.output_res, [*bank, partial])
     eps, cast = config.rms_norm_eps, config.norm_weight_after_cast
     return module.logits(rms_norm(out, module.final_norm[...], eps, weight_after_cast=cast))
@@ -71,7 +85,6 @@ def by_the_rules(module, ids):
     ("num_layers", "global_layers", "block"),
     [
         (1, (), 4),
-        (4, (4,), 4),
         (5, (4, 5), 4),
         (9, (4, 8, 9), 4),
         (13, (4, 8, 12, 13), 3),
@@ -105,15 +118,13 @@ def test_rows_of_unequal_length_equal_their_solo_runs(dsa):
 
 
 @pytest.mark.parametrize("dsa", [False, True])
-@pytest.mark.parametrize("poison", ["garbage", "nan"])
-def test_padding_changes_nothing(dsa, poison):
+def test_padding_changes_nothing(dsa):
     """Whatever stands after a row's length, its logits and final state are the same bits."""
     module = model(dsa).module
     lengths = jnp.array([5, 23, 1], jnp.int32)
     clean = module.embed_tokens(tiny.tokens(3, 32))
     pad = (jnp.arange(32) >= lengths[:, None])[..., None]
     noise = 50 * jax.random.normal(jax.random.key(5), clean.shape)
-    junk = noise if poison == "garbage" else jnp.nan
 
     @jax.jit
     def run(x):
@@ -123,12 +134,13 @@ def test_padding_changes_nothing(dsa, poison):
         return module.logits(module.final_hidden(depth)), cache
 
     logits, cache = run(jnp.where(pad, 0.0, clean))
-    dirty_logits, dirty_cache = run(jnp.where(pad, junk, clean))
     valid = ~np.asarray(pad[..., 0])
     assert np.isfinite(np.asarray(logits)[valid]).all()
-    assert np.array_equal(np.asarray(logits)[valid], np.asarray(dirty_logits)[valid])
-    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(dirty_cache), strict=True):
-        assert np.array_equal(a, b)
+    for junk in (noise, jnp.nan):
+        dirty_logits, dirty_cache = run(jnp.where(pad, junk, clean))
+        assert np.array_equal(np.asarray(logits)[valid], np.asarray(dirty_logits)[valid])
+        for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(dirty_cache), strict=True):
+            assert np.array_equal(a, b)
 
 
 def test_unused_cache_rows_may_hold_anything():
@@ -162,11 +174,9 @@ def test_unused_cache_rows_may_hold_anything():
 
 
 def test_donation_changes_no_bits_and_a_used_cache_is_refused():
-    module = tiny.module(tiny.config())
     ids = tiny.tokens(2, 18)
     rows = []
-    for donate in (True, False):
-        m = Model(module, donate=donate)
+    for m in (model(), Model(model().module, donate=False)):
         first = m.init_cache(2, 40)
         logits, cache = m.prefill(ids, first)
         again, _ = m.decode(ids[:, 0], cache)
@@ -180,7 +190,8 @@ def test_donation_changes_no_bits_and_a_used_cache_is_refused():
 
 
 def test_one_compilation_a_bucket_and_none_after_warm_up():
-    m = Model(tiny.module(tiny.config()))
+    # One layer: how often it compiles does not depend on how much.
+    m = Model(tiny.module(tiny.config(1, (1,))))
     assert [bucket(n, 16) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     for length in (16, 32, 64):
         _, cache = m.prefill(tiny.tokens(2, length), m.init_cache(2, 128))
