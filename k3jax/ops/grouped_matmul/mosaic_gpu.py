@@ -363,7 +363,8 @@ def experts(
             return grouped(x_RL, w13, tiles, activate=activate)
         # A group of 32 lies across both warpgroups, so it is rounded behind the kernel.
         both_RF = parts.gather(grouped(x_RL, w13, tiles, activate=None)).astype(_f32)
-        h_RF = situ(*jnp.split(both_RF, 2, axis=1), situ_beta, situ_linear_beta)
+        gate_RF, up_RF = jnp.split(both_RF, 2, axis=1)
+        h_RF = situ(gate_RF, up_RF, situ_beta, situ_linear_beta)
         return parts.spread(mxfp8.round_trip(h_RF).astype(_bf16))
 
     def segment(n, sum_NL):
