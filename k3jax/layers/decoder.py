@@ -12,7 +12,6 @@ from k3jax.config import Config, LayerSpec
 from k3jax.layers.feed_forward import FeedForward, LatentMoE
 from k3jax.layers.global_attention import GlobalAttention
 from k3jax.layers.kda import KimiDeltaAttention
-from k3jax.layers.norms import rms_norm
 from k3jax.layers.params import Maker
 from k3jax.layers.tokens import Tokens
 from k3jax.ops import attention_residuals
@@ -108,11 +107,6 @@ class DecoderLayer(nnx.Module):
             self.ffn = FeedForward(config, config.intermediate_size, make)
         else:
             self.ffn = LatentMoE(config, make, experts, extra_experts)
-
-    def _norm(self, x, weight):
-        """A sublayer's norm alone, for the schedule as tests write it out; reads have it inside."""
-        c = self.config
-        return rms_norm(x, weight[...], c.rms_norm_eps, weight_after_cast=c.norm_weight_after_cast)
 
     def __call__(self, depth: Depth, cache, tokens: Tokens, slot=None):
         """Args:

@@ -27,13 +27,27 @@ LOG2E = math.log2(math.e)
 Interpret = bool | plgpu.InterpretGPUParams  # whether to run in interpret mode, on a CPU, and how
 
 
-def smem(shape: tuple[int, ...], dtype):
-    """Shared memory that a warpgroup product and a bulk copy can both read: rows of 128 bytes,
-    swizzled."""
+PARAMETERS = plgpu.CompilerParams(
+    lowering_semantics=LANE,
+    approx_math=True,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
+)
+"""Of a kernel whose warpgroups have different roles."""
+
+
+def swizzled(dtype):
+    """Transforms of shared memory whose rows are 128 bytes, in tiles of 8: piece p of row r, 16
+    bytes, stands at piece p xor (r % 8)."""
     columns = 128 // jnp.dtype(dtype).itemsize
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+    return (tiling, swizzle)
+
+
+def smem(shape: tuple[int, ...], dtype):
+    """Shared memory that a warpgroup product and a bulk copy can both read."""
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype))
 
 
 def mode(interpret: Interpret) -> plgpu.InterpretGPUParams | None:

@@ -65,20 +65,22 @@ def by_the_rules(module, ids):
         ]
         return jnp.asarray(np.stack(rows)[None], jnp.float32)
 
+    def norm(x, weight):
+        eps, cast = config.rms_norm_eps, config.norm_weight_after_cast
+        return rms_norm(x, weight[...], eps, weight_after_cast=cast)
+
     bank, partial, tokens = [], x, Tokens.of(where, SINGLE)
     for i, layer in enumerate(layers):
         read = mix(layer.attention_res, [*bank, partial]) if bank else partial
         if i % config.attn_res_block_size == 0:
             bank.append(partial)
             partial = None
-        normed = layer._norm(read, layer.input_norm)
+        normed = norm(read, layer.input_norm)
         a = attend(layer, normed, tokens)
         partial = a if partial is None else partial + a
-        normed = layer._norm(mix(layer.ffn_res, [*bank, partial]), layer.post_attention_norm)
+        normed = norm(mix(layer.ffn_res, [*bank, partial]), layer.post_attention_norm)
         partial = partial + feed_forward(layer, normed, tokens)
-    out = mix(module.output_res, [*bank, partial])
-    eps, cast = config.rms_norm_eps, config.norm_weight_after_cast
-    return module.logits(rms_norm(out, module.final_norm[...], eps, weight_after_cast=cast))
+    return module.logits(norm(mix(module.output_res, [*bank, partial]), module.final_norm))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.ops.grouped_matmul import mosaic_gpu_unpack as parts
 from k3jax.ops.grouped_matmul import rows as rows_of
-from k3jax.ops.mosaic_gpu import LANE, LOG2E, Interpret, mode, sigmoid, smem
+from k3jax.ops.mosaic_gpu import LOG2E, PARAMETERS, Interpret, mode, sigmoid, smem
 from k3jax.ops.mosaic_gpu import products as products_of
 from k3jax.ops.situ import situ
 from k3jax.quantization import mxfp8
@@ -302,7 +302,7 @@ def _grouped(
         ),
         out_type=jax.ShapeDtypeStruct((rows, outputs // (2 if activate else 1)), _bf16),
         scratch_types=[
-            plgpu.SMEM((ring, 2, SPAN, SPAN), _u8, transforms=parts.transforms()),
+            smem((ring, 2, SPAN, SPAN), _u8),
             plgpu.SMEM((shape.teams, 2, groups, SPAN), _u8),
             smem((ring, size, STAGE), _bf16),
             smem((2 * shape.teams, size, TILE), _bf16),
@@ -317,12 +317,7 @@ def _grouped(
         grid_names=("block",),
         num_threads=3 * shape.teams,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=LANE,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=PARAMETERS,
         interpret=mode(interpret),
     )(x_RK, weight.codes, weight.scales.reshape(-1, outputs * groups // SPAN, SPAN), *tiles, first)
 

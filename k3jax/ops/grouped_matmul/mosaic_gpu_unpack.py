@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.ops.mosaic_gpu import WGMMA
+from k3jax.ops.mosaic_gpu import WGMMA, swizzled
 from k3jax.ops.mosaic_gpu_lanes import REF, SCALAR, Lane
 from k3jax.quantization.mxfp4 import MXFP4
 
@@ -48,13 +48,6 @@ def gather(x: jax.Array) -> jax.Array:
     x = x.reshape(*lead, width // SPAN, 4, 4, 4, 2)
     n = len(lead)
     return x.transpose(*range(n + 1), n + 3, n + 1, n + 4, n + 2).reshape(*lead, width)
-
-
-def transforms():
-    """Of codes in shared memory: rows of 128 bytes, swizzled."""
-    tiling = plgpu.TilingTransform((8, SPAN))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return (tiling, swizzle)
 
 
 def _rows(half):
@@ -148,7 +141,7 @@ def words(codes_w, span: int, half, *, interpret):
         return codes_w[...][_rows(half), columns]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(transforms()), SCALAR),
+        arg_types=(plgpu.RefType(swizzled(jnp.uint8)), SCALAR),
         return_type=plgpu.ShapeDtypeStruct((8 * THREADS,), _i32, layout=WORDS),
     )
     def read(_, codes, half):
@@ -293,7 +286,7 @@ def store_rows(from_w, out_g, first, count, column, *, interpret):
 
     @plgpu.inline_mgpu(
         arg_types=(
-            plgpu.RefType(_out_transforms()), REF, SCALAR, SCALAR, SCALAR
+            plgpu.RefType(swizzled(_bf16)), REF, SCALAR, SCALAR, SCALAR
         )
     )  # fmt: skip
     def store(_, source, out, first, count, column):
@@ -324,9 +317,3 @@ def store_rows(from_w, out_g, first, count, column, *, interpret):
         utils.warpgroup_barrier()
 
     store(from_w, out_g, first, count, column)
-
-
-def _out_transforms():
-    tiling = plgpu.TilingTransform((8, TILE))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return (tiling, swizzle)

@@ -33,6 +33,7 @@ from k3jax.ops.mosaic_gpu import (
     COLUMNS,
     LANE,
     LOG2E,
+    PARAMETERS,
     ROWS,
     Interpret,
     by_column,
@@ -355,12 +356,7 @@ def latent(
         grid_names=("heads", "split", "unit"),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=LANE,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=PARAMETERS,
         interpret=mode(interpret),
     )(
         q_UHC,

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.ops.mosaic_gpu import COLUMNS, WGMMA
+from k3jax.ops.mosaic_gpu import COLUMNS, WGMMA, swizzled
 
 BLOCK = 64  # keys of a block; rows of one warpgroup product
 CHUNK = 64  # columns of a chunk of rows; one swizzled row of 128 bytes
@@ -132,7 +132,7 @@ def copy(stack_g, found, chunk, to_w, *, interpret):
     width = stack_g.shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), PRIVATE, SCALAR, plgpu.RefType(_transforms())),
+        arg_types=(plgpu.RefType(), PRIVATE, SCALAR, plgpu.RefType(swizzled(jnp.bfloat16))),
     )
     def start(_, stack, found, chunk, to):
         i32, i64, i8 = (ir.IntegerType.get_signless(x) for x in (32, 64, 8))
@@ -165,12 +165,6 @@ def copy(stack_g, found, chunk, to_w, *, interpret):
         nvvm.cp_async_commit_group()
 
     start(stack_g, found, chunk, to_w)
-
-
-def _transforms():
-    tiling = plgpu.TilingTransform((8, CHUNK))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-    return (tiling, swizzle)
 
 
 def copied(behind: int, *, interpret):
