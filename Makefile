@@ -12,7 +12,7 @@ demo: .venv/.run
 		--temperature 0.5 --top-p 0.9 --seed 1
 
 test: .venv/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/.test
 	$(BIN)/ruff check .
