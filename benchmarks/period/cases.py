@@ -1,6 +1,6 @@
 """What is measured: one decode step of a period, with the least bytes and operations it needs.
 
-The model ends at its last period: layers 88 to 91 of K3's 93, where every depth mix has nine
+Layers 88 to 91 of K3's 93, its last period, where every depth mix has nine
 sources. Embedding, output mix and head do not run.
 """
 

@@ -84,6 +84,13 @@ class Logits:
             raise InputError(f"--index: {self.directory} has no sparse-attention indexer (K3)")
 
         layout = None if self.loads is None else load_layout(self.loads)
+        if layout is not None:
+            slots = config.moe.num_experts + layout.extra_experts
+            if slots % layout.size(layout.experts):
+                raise InputError(
+                    f"--loads {self.loads}: {slots} slots of experts do not divide over "
+                    f"{layout.size(layout.experts)} devices"
+                )
 
         import k3jax
 

@@ -65,6 +65,8 @@ def _groups(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(x float32 [..., groups, 32], the largest magnitude of each group [..., groups, 1])."""
     if not x.shape or x.shape[-1] % GROUP:
         raise InputError(f"MXFP8 of shape {x.shape}: the last axis is not a multiple of {GROUP}")
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise InputError(f"MXFP8 of {x.dtype}, not float32 or bfloat16")
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
     return x, magnitudes(x).max(axis=-1, keepdims=True)
 
@@ -108,7 +110,12 @@ def dequantize(codes: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.float
 
     For any scale byte: a product below 2**-126 is zero, one of 2**128 or more is infinite, and 255
     is NaN, as with :class:`k3jax.quantization.mxfp4.MXFP4`.
+
+    Raises:
+      InputError: shapes that do not fit.
     """
+    if codes.shape != (*scales.shape[:-1], scales.shape[-1] * GROUP):
+        raise InputError(f"MXFP8: codes {codes.shape} and scales {scales.shape} do not fit")
     values = codes.astype(jnp.float32).reshape(*scales.shape, GROUP)
     return scaled(values, scales).reshape(codes.shape).astype(dtype)
 

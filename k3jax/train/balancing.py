@@ -23,6 +23,7 @@ from flax import nnx
 from jax import lax
 
 from k3jax.config import Config
+from k3jax.errors import InputError
 
 BINS = 1000
 FORMS = ("exact", "histogram")
@@ -47,12 +48,11 @@ def quantile_bias(
       The new bias, float32 [experts], mean 0.
 
     Raises:
-      ValueError: k is outside 1..E-1.
+      InputError: k is outside 1..E-1.
     """
     new_E = _quantiles(_margins(scores_NE, bias_E, k), k, valid_N)
-    if valid_N is not None:
-        new_E = jnp.where(valid_N.any(), new_E, bias_E)
-    return new_E - jnp.mean(new_E)
+    new_E = new_E - jnp.mean(new_E)
+    return new_E if valid_N is None else jnp.where(valid_N.any(), new_E, bias_E)
 
 
 def count_margins(
@@ -138,6 +138,7 @@ def balanced_bias(
       updates: 40 bring 4,096 tokens, 28 experts and k = 4 to 584, 585 or 586 of 585.1 (measured).
     """
 
+    _check(k, scores_NE.shape[-1], scores_NE.shape)
     scores_NE = scores_NE.astype(jnp.float32)
 
     def update(_, carry):
@@ -155,15 +156,17 @@ def balanced_bias(
     return lax.fori_loop(0, updates, update, start)[1]
 
 
-def _check(k: int, experts: int) -> None:
+def _check(k: int, experts: int, scores: tuple[int, ...] = (1, 1)) -> None:
     if not 0 < k < experts:
-        raise ValueError(f"k: {k} is outside 1..{experts - 1} for {experts} experts")
+        raise InputError(f"k: {k} is outside 1..{experts - 1} for {experts} experts")
+    if len(scores) != 2 or not scores[0]:
+        raise InputError(f"scores {scores} are not [tokens, experts] with a token")
 
 
 def _margins(scores_NE, bias_E, k: int) -> jax.Array:
     """float32 [tokens, experts]: alpha_i - s_ij, without a gradient."""
     experts = scores_NE.shape[-1]
-    _check(k, experts)
+    _check(k, experts, scores_NE.shape)
     scores_NE = lax.stop_gradient(scores_NE.astype(jnp.float32))
     # A sort, because XLA's partitioner gathers all tokens for a top-k.
     alpha_N = jnp.sort(scores_NE + bias_E.astype(jnp.float32), axis=-1)[:, experts - k - 1]
@@ -184,6 +187,8 @@ def _ranks(total: jax.Array, k: int, experts: int) -> tuple[jax.Array, jax.Array
 def _quantiles(margin_NE: jax.Array, k: int, valid_N: jax.Array | None) -> jax.Array:
     """float32 [experts]: of all tokens or of the valid ones, of which there must be one."""
     tokens, experts = margin_NE.shape
+    if valid_N is not None and (valid_N.shape != (tokens,) or valid_N.dtype != bool):
+        raise InputError(f"valid: {valid_N.dtype} {valid_N.shape} is not bool [{tokens}]")
     total = jnp.int32(tokens)
     if valid_N is not None:
         margin_NE = jnp.where(valid_N[:, None], margin_NE, jnp.inf)  # sorted behind all others
@@ -223,6 +228,8 @@ def balance(
     Returns:
       float32 [MoE layers, experts].
     """
+    if form not in FORMS or tokens < 1:
+        raise InputError(f"balance: form {form!r} of {FORMS} and tokens {tokens} of 1 or more")
     if form == "exact":
         step = max(1, scores_LNE.shape[1] // tokens)
         new_LE = jax.vmap(quantile_bias, (0, 0, None))(scores_LNE[:, ::step], bias_LE, k)

@@ -67,10 +67,19 @@ def expert_loads(
     Raises:
       InputError: shapes that do not fit, no token, or experts that do not divide over the shards.
     """
+    if scores_LNE.ndim != 3 or bias_LE.shape != (len(scores_LNE), scores_LNE.shape[-1]):
+        raise InputError(
+            f"loads: scores {scores_LNE.shape} and bias {bias_LE.shape} are not [layers, tokens, "
+            "experts] and [layers, experts]"
+        )
     L, N, E = scores_LNE.shape
-    if bias_LE.shape != (L, E):
-        raise InputError(f"loads: scores {scores_LNE.shape} and bias {bias_LE.shape} do not fit")
+    if not L or not 0 < k < E:
+        raise InputError(f"loads: k = {k} of {E} experts in {L} layers")
     kept_N = np.ones(N, bool) if valid_N is None else np.asarray(valid_N)
+    if kept_N.shape != (N,) or kept_N.dtype != bool:
+        raise InputError(f"loads: valid {kept_N.dtype} {kept_N.shape} is not bool [{N}]")
+    if np.isnan(np.asarray(scores_LNE)[:, kept_N]).any() or np.isnan(np.asarray(bias_LE)).any():
+        raise InputError("loads: scores or biases hold NaN")
     if not kept_N.any():
         raise InputError("loads: no token")
 

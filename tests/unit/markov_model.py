@@ -42,7 +42,7 @@ class MarkovModel:
             max_position_embeddings=max_position_embeddings,
             eos_token_id=eos_token_id,
             dsa=dsa,
-            moe=SimpleNamespace(num_experts_per_token=1),
+            moe=SimpleNamespace(num_experts=2, num_experts_per_token=1),
         )
         self.module = None
         self.calls: list[tuple[str, int]] = []

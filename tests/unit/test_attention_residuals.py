@@ -179,9 +179,9 @@ def test_choice_of_kernels():
         assert message in str(mosaic_gpu.refusal(*wrong))
     vectors = [jnp.zeros((1024,), jnp.bfloat16)] * 3
 
-    def read(inputs, implementation="auto"):
+    def read(inputs, implementation="auto", count=1):
         options = {"eps": EPS, "out_eps": EPS, "weight_after_cast": True}
-        return ar.read(*inputs, 1, implementation=implementation, **options)
+        return ar.read(*inputs, count, implementation=implementation, **options)
 
     for bad, message in (
         ((bank, partial[:, :1], *vectors), "running sum"),
@@ -190,6 +190,13 @@ def test_choice_of_kernels():
     ):
         with pytest.raises(InputError, match=message):
             read(bad)
+    whole = [x.astype(jnp.int32) for x in (bank, partial)]
+    with pytest.raises(InputError, match="rows are int32"):
+        read((*whole, *vectors))
+    for count in (-1, bank.shape[0] + 1, 1.0, None):
+        with pytest.raises(InputError, match=f"count {count} is not one integer"):
+            read((bank, partial, *vectors), count=count)
+    assert read((bank[:, :, :0], partial[:, :0], *vectors)).shape == partial[:, :0].shape
     for name, message in (("mosaic_gpu", "does not run on"), ("triton", "not one of")):
         with pytest.raises(InputError, match=message):
             read((bank, partial, *vectors), name)

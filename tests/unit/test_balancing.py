@@ -97,6 +97,18 @@ class TestExact:
     def test_k_out_of_range(self, k):
         with pytest.raises(ValueError, match=f"k: {k}"):
             balancing.quantile_bias(jnp.ones((8, 4)), jnp.zeros(4), k)
+        with pytest.raises(ValueError, match=f"k: {k}"):
+            balancing.balanced_bias(jnp.ones((8, 4)), jnp.zeros(4), k)
+
+    def test_refusals(self):
+        s, b = jnp.ones((8, 4)), jnp.ones(4)
+        with pytest.raises(InputError, match=r"scores \(0, 4\)"):
+            balancing.quantile_bias(s[:0], b, 1)
+        with pytest.raises(InputError, match=r"valid: int32 \(8,\)"):
+            balancing.quantile_bias(s, b, 1, jnp.ones(8, jnp.int32))
+        with pytest.raises(InputError, match="form 'sorted'"):
+            balancing.balance(s[None], b[None], 1, tokens=8, momentum=0.0, form="sorted")
+        np.testing.assert_array_equal(balancing.quantile_bias(s, b, 1, jnp.zeros(8, bool)), b)
 
     def test_bias_goes_to_its_layer(self):
         config = Config.from_hf(load_settings("configs/train/nano.yaml").model)

@@ -251,6 +251,8 @@ class TestLogits:
             assert got.files == ["logits"]
         assert self.run(ids, tmp_path / "b.npz", "--loads", "nowhere") == 1
         assert "--loads: nowhere: 1 problem" in error_of(capsys)
+        assert self.run(ids, tmp_path / "b.npz", "--loads", "v5e-256") == 1
+        assert "--loads v5e-256: 2 slots of experts do not divide over" in error_of(capsys)
 
     def test_one_row(self, model, tmp_path):
         np.save(tmp_path / "row.npy", np.asarray([1, 2, 3], np.uint8))

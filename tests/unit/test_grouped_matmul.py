@@ -301,6 +301,10 @@ def test_auto_is_logged(caplog):
     np.testing.assert_array_equal(auto, compiled("tiles")(z, ids, weight, *weights()))
 
 
+U8 = jnp.uint8
+STACKS = {"w13": jnp.ones((3, E, 2 * F, L)), "w2": jnp.ones((3, E, L, F))}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -310,6 +314,17 @@ def test_auto_is_logged(caplog):
         ({"weights_Nk": jnp.zeros((3, K), jnp.bfloat16)}, "weights bfloat16"),
         ({"ids_Nk": jnp.zeros((3, K), jnp.int16)}, "ids int16"),
         ({"implementation": "cuda"}, "'cuda' is not one of"),
+        ({"activations": "fp4"}, "activations 'fp4'"),
+        ({"z_NL": jnp.ones((3, L), jnp.int32)}, "z is int32"),
+        ({"z_NL": jnp.ones(L)}, r"z \(64,\)"),
+        ({"w2": jnp.ones(3)}, r"w2 \(3,\)"),
+        (
+            {"w2": MXFP4(jnp.zeros((E, L, F // 2), U8), jnp.zeros((3, L, 1), U8))},
+            r"w2 has codes .*\(3, 64, 1\)",
+        ),
+        ({"layer": 3} | STACKS, "layer 3 is outside 0..2"),
+        ({"layer": -1} | STACKS, "layer -1 is outside 0..2"),
+        ({"layer": 1.5} | STACKS, "layer 1.5 is not one integer"),
     ],
 )
 def test_refusals(change, message):

@@ -33,6 +33,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from k3jax.errors import InputError
 from k3jax.ops import choice, target
@@ -104,7 +106,9 @@ def read(
 
     Source: Kimi K3 technical report (Attention Residuals); Moonshot's published modelling code.
     """
-    _check(bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D)
+    _check(bank_NBTD, partial_BTD, count, norm_D, query_D, out_norm_D)
+    if partial_BTD.size == 0:
+        return partial_BTD
     name, reason = choice.select(
         *("attention_residuals", implementation, IMPLEMENTATIONS, KERNELS, target.device_kind()),
         (bank_NBTD, partial_BTD),
@@ -135,8 +139,8 @@ def _differentiable(kernel: Callable, portable: Callable) -> Callable:
     return call
 
 
-def _check(bank_NBTD, partial_BTD, *vectors) -> None:
-    if bank_NBTD.ndim != 4 or bank_NBTD.shape[1:] != partial_BTD.shape:
+def _check(bank_NBTD, partial_BTD, count, *vectors) -> None:
+    if bank_NBTD.ndim != 4 or bank_NBTD.shape[1:] != partial_BTD.shape or not len(bank_NBTD):
         raise InputError(
             f"attention_residuals: bank {bank_NBTD.shape} and running sum {partial_BTD.shape} are "
             "not [N, B, T, D] and [B, T, D]"
@@ -146,7 +150,23 @@ def _check(bank_NBTD, partial_BTD, *vectors) -> None:
             f"attention_residuals: bank {bank_NBTD.dtype} and running sum {partial_BTD.dtype} have "
             "two dtypes"
         )
+    if partial_BTD.dtype not in (jnp.float32, jnp.bfloat16):
+        raise InputError(
+            f"attention_residuals: rows are {partial_BTD.dtype}, not float32 or bfloat16"
+        )
+    _check_count(count, len(bank_NBTD))
     D = partial_BTD.shape[-1]
     if any(vector.shape != (D,) for vector in vectors):
         shapes = ", ".join(str(vector.shape) for vector in vectors)
         raise InputError(f"attention_residuals: norm, query and out_norm {shapes} are not [{D}]")
+
+
+def _check_count(count, rows: int) -> None:
+    """A number that is traced is the caller's."""
+    if isinstance(count, Tracer):
+        whole = count.ndim == 0 and jnp.issubdtype(count.dtype, jnp.integer)
+    else:
+        value = np.asarray(count)
+        whole = value.ndim == 0 and np.issubdtype(value.dtype, np.integer) and 0 <= value <= rows
+    if not whole:
+        raise InputError(f"attention_residuals: count {count} is not one integer in 0..{rows}")

@@ -6,12 +6,13 @@ import logging
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from k3jax.errors import InputError
 from k3jax.ops import choice, target
 from k3jax.ops.choice import Kernel
 from k3jax.ops.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
-from k3jax.quantization.mxfp4 import MXFP4
+from k3jax.quantization.mxfp4 import GROUP, MXFP4
 
 # name -> f(z_NL, ids_Nk, weights_Nk, w13, w2, *, first, num_experts, out_dtype, situ_beta,
 # situ_linear_beta, activations) -> r_NL; expert e is row ``first + e`` of the weights [rows, ..],
@@ -81,8 +82,9 @@ def experts(
 
     Source: Kimi K3 technical report (Stable LatentMoE); Moonshot's published modelling code.
     """
+    _check(z_NL, ids_Nk, weights_Nk, w13, w2, layer)
+    z_NL, ids_Nk, weights_Nk = map(jnp.asarray, (z_NL, ids_Nk, weights_Nk))
     num_experts = w13.shape[-3]
-    _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked=layer is not None)
     if layer is not None:
         w13, w2 = (jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w) for w in (w13, w2))
     if activations not in ACTIVATIONS:
@@ -154,7 +156,20 @@ def _differentiable(name: str):
     return run
 
 
-def _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked: bool) -> None:
+def _check(z_NL, ids_Nk, weights_Nk, w13, w2, layer) -> None:
+    stacked = layer is not None
+    if z_NL.ndim != 2 or w13.ndim < 3 or w2.ndim < 3 or w13.shape[-3] < 1:
+        raise InputError(
+            f"experts: z {z_NL.shape}, w13 {w13.shape} and w2 {w2.shape} are not "
+            "[N, L], [E, 2F, L] and [E, L, F]"
+        )
+    if z_NL.dtype not in (jnp.float32, jnp.bfloat16):
+        raise InputError(f"experts: z is {z_NL.dtype}, not float32 or bfloat16")
+    for name, w in (("w13", w13), ("w2", w2)):
+        if isinstance(w, MXFP4) and w.scales.shape != (*w.shape[:-1], w.shape[-1] // GROUP):
+            raise InputError(f"experts: {name} has codes {w.codes.shape}, scales {w.scales.shape}")
+    if stacked:
+        _check_layer(layer, w13.shape[0])
     N, L = z_NL.shape
     lead, F = w13.shape[:-2], w2.shape[-1]
     if (
@@ -174,3 +189,11 @@ def _check(z_NL, ids_Nk, weights_Nk, w13, w2, stacked: bool) -> None:
         raise InputError(
             f"experts: ids {ids_Nk.dtype} and weights {weights_Nk.dtype} are not int32 and float32"
         )
+
+
+def _check_layer(layer, layers: int) -> None:
+    """A number that is traced is the caller's."""
+    if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise InputError(f"experts: layer {layer} is not one integer")
+    if not isinstance(layer, Tracer) and not 0 <= int(layer) < layers:
+        raise InputError(f"experts: layer {layer} is outside 0..{layers - 1}")
