@@ -329,4 +329,4 @@ def test_images_are_refused_by_name(capsys):
 
 def test_bench_names_what_there_is(capsys):
     assert main(["bench", "--op", "nope"]) == 1
-    assert "--op nope: one of dispatch, dsa, image_memory, " in capsys.readouterr().err
+    assert "--op nope: one of attention_residuals, dispatch, dsa, " in capsys.readouterr().err
