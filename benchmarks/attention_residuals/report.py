@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.attention_residuals.peers import GLUON, MIX, READ
 from benchmarks.harness import table
-from benchmarks.harness.report import beside, compared
+from benchmarks.harness.report import beside, compared, ratio
 
 LIMIT, AIM, MEASURED = 1.0, 0.6, 0.264  # FLA's milliseconds on an H200 on another day
 LARGE = "read B1 T4096"
@@ -31,17 +31,8 @@ def asked(report: dict[str, Any]) -> list[str]:
             f"{head}: {table.figure(own)} ms; asked for at most {LIMIT} x {MEASURED} ms: "
             f"{'yes' if own <= LIMIT * MEASURED else 'NO'}"
         )
-        for peer in (READ, GLUON, MIX):
-            ratios = row["ratios"].get(peer)
-            if ratios is None:
-                continue
-            decisive = (ratios["kernel"] or ratios["wall"])["median"]
-            lines.append(
-                f"{head} / {peer}: kernels {table.spread(ratios['kernel'])}, wall "
-                f"{table.spread(ratios['wall'])}; asked for at most {LIMIT}: "
-                f"{'yes' if decisive <= LIMIT else 'NO'}; aim {AIM}: "
-                f"{'yes' if decisive <= AIM else 'no'}"
-            )
+        there = [peer for peer in (READ, GLUON, MIX) if peer in row["ratios"]]
+        lines += [ratio(head, peer, row["ratios"][peer], LIMIT, AIM) for peer in there]
     for row in _rows(report, PHASES):
         for direct in _rows(report, DIRECT):
             text = table.figure(_best(row) / _best(direct))

@@ -28,3 +28,14 @@ def beside(report: dict[str, Any]) -> list[str]:
 def compared(report: dict[str, Any]) -> list[str]:
     """The errors of every row that has some."""
     return [compare.line(row) for row in report["rows"] if row.get("errors")]
+
+
+def ratio(head: str, peer: str, ratios: dict[str, Any], limit: float, aim: float) -> str:
+    """Ours over a peer's, and whether limit and aim are reached (by kernels where there are
+    times)."""
+    decisive = (ratios["kernel"] or ratios["wall"])["median"]
+    return (
+        f"{head} / {peer}: kernels {table.spread(ratios['kernel'])}, wall "
+        f"{table.spread(ratios['wall'])}; asked for at most {limit}: "
+        f"{'yes' if decisive <= limit else 'NO'}; aim {aim}: {'yes' if decisive <= aim else 'no'}"
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import table
-from benchmarks.harness.report import beside, compared
+from benchmarks.harness.report import beside, compared, ratio
 from benchmarks.moe.cases import Case
 from benchmarks.moe.peers import OGS
 
@@ -50,16 +50,8 @@ def asked(report: dict[str, Any]) -> list[str]:
                 f"{head}: {table.figure(own)} ms; asked for at most {LIMIT} x {one.measured} = "
                 f"{table.figure(limit)} ms: {'yes' if own <= limit else 'NO'}"
             )
-            ratios = row["ratios"].get(OGS)
-            if ratios is None:
-                continue
-            decisive = (ratios["kernel"] or ratios["wall"])["median"]
-            lines.append(
-                f"{head} / {OGS}: kernels {table.spread(ratios['kernel'])}, wall "
-                f"{table.spread(ratios['wall'])}; asked for at most {LIMIT}: "
-                f"{'yes' if decisive <= LIMIT else 'NO'}; aim {one.aim}: "
-                f"{'yes' if decisive <= one.aim else 'no'}"
-            )
+            if OGS in row["ratios"]:
+                lines.append(ratio(head, OGS, row["ratios"][OGS], LIMIT, one.aim))
     return lines
 
 

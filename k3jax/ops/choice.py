@@ -1,7 +1,9 @@
 """Which implementation of an op runs: the kernel of a device, or the portable form and why."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 from k3jax.errors import InputError
 
@@ -53,3 +55,20 @@ def select(
         if refused is not None:
             raise InputError(f"{op}: {implementation} cannot run: {refused}")
     return implementation, "asked for"
+
+
+def differentiable(kernel: Callable[..., Any], portable: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose gradients, for all arrays, are those of the portable form."""
+
+    @jax.custom_vjp
+    def call(*inputs):
+        return kernel(*inputs)
+
+    def keep(*inputs):
+        return call(*inputs), inputs
+
+    def pull(inputs, cotangent):
+        return jax.vjp(portable, *inputs)[1](cotangent)
+
+    call.defvjp(keep, pull)
+    return call

@@ -9,7 +9,7 @@ import functools
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP = 128  # threads
-REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
 
 
 class Lane:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -117,26 +116,7 @@ def read(
     options = {"eps": eps, "out_eps": out_eps, "weight_after_cast": weight_after_cast}
     inputs = bank_NBTD, partial_BTD, norm_D, query_D, out_norm_D, jnp.asarray(count, jnp.int32)
     run, portable = (functools.partial(f, **options) for f in (IMPLEMENTATIONS[name], xla.read))
-    return (_differentiable(run, portable) if name in KERNELS else run)(*inputs)
-
-
-def _differentiable(kernel: Callable, portable: Callable) -> Callable:
-    """A kernel whose gradients are those of the portable form."""
-
-    @jax.custom_vjp
-    def call(*inputs):
-        return kernel(*inputs)
-
-    def keep(*inputs):
-        return call(*inputs), inputs
-
-    def pull(inputs, cotangent):
-        *arrays, count = inputs
-        back = jax.vjp(lambda *arrays: portable(*arrays, count), *arrays)[1]
-        return (*back(cotangent), None)
-
-    call.defvjp(keep, pull)
-    return call
+    return (choice.differentiable(run, portable) if name in KERNELS else run)(*inputs)
 
 
 def _check(bank_NBTD, partial_BTD, count, *vectors) -> None:

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.ops.mosaic_gpu import LANE, LOG2E, Interpret, mode
+from k3jax.ops.mosaic_gpu_lanes import REF, SCALAR, Lane
 
 BLOCKS = 132  # of an H200 or H100
 WARPGROUPS = 4
@@ -37,7 +38,6 @@ VALUES = 9 * 7168  # of a token, which stay in registers
 SHARED = 232448  # bytes
 ROOM = 4096  # bytes of shared memory beside the ring
 PITCH = 20  # float32 of a sum: one a warp, and a distance that keeps vectors in separate banks
-SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 _f32, _i32, _bf16 = jnp.float32, jnp.int32, jnp.bfloat16
 
 
@@ -148,91 +148,84 @@ def _meet(barrier, *, interpret):
 
     @plgpu.inline_mgpu()
     def wait(_):
-        _lane().gpu.barrier()
+        _Sums().gpu.barrier()
 
     wait()
 
 
-def _lane():
-    from k3jax.ops.mosaic_gpu_lanes import Lane
+class _Sums(Lane):
+    """Sums over the threads of a block."""
 
-    class Sums(Lane):
-        """Sums over the threads of a block."""
+    def __init__(self):
+        super().__init__()
+        self.lane = self.arith.andi(self.thread, self.int(31))
+        self.warp = self.arith.shrui(self.utils.thread_idx(), self.int(5))
 
-        def __init__(self):
-            super().__init__()
-            self.lane = self.arith.andi(self.thread, self.int(31))
-            self.warp = self.arith.shrui(self.utils.thread_idx(), self.int(5))
+    def barrier(self, ref, slot):
+        """The address of a barrier, 8 bytes."""
+        base = self.utils.memref_ptr(ref)
+        return self.utils.getelementptr(base, [self.times(slot, 2)], self.i32)
 
-        def barrier(self, ref, slot):
-            """The address of a barrier, 8 bytes."""
-            base = self.utils.memref_ptr(ref)
-            return self.utils.getelementptr(base, [self.times(slot, 2)], self.i32)
+    def halves(self, register):
+        """The two float32 of a register of two bfloat16."""
+        bits = self.utils.bitcast(register, self.i32)
+        low = self.arith.shli(bits, self.int(16))
+        high = self.arith.andi(bits, self.int(-(1 << 16)))
+        return self.arith.bitcast(self.f32, low), self.arith.bitcast(self.f32, high)
 
-        def halves(self, register):
-            """The two float32 of a register of two bfloat16."""
-            bits = self.utils.bitcast(register, self.i32)
-            low = self.arith.shli(bits, self.int(16))
-            high = self.arith.andi(bits, self.int(-(1 << 16)))
-            return self.arith.bitcast(self.f32, low), self.arith.bitcast(self.f32, high)
+    def pair(self, a, b):
+        return self.vector.from_elements(self.ir.VectorType.get((2,), self.f32), [a, b])
 
-        def pair(self, a, b):
-            return self.vector.from_elements(self.ir.VectorType.get((2,), self.f32), [a, b])
+    def rounded(self, values):
+        """Two float32 as a register of two bfloat16."""
+        kind = self.ir.VectorType.get((2,), self.ir.BF16Type.get())
+        return self.arith.truncf(kind, self.pair(*values))
 
-        def rounded(self, values):
-            """Two float32 as a register of two bfloat16."""
-            kind = self.ir.VectorType.get((2,), self.ir.BF16Type.get())
-            return self.arith.truncf(kind, self.pair(*values))
+    def single(self, x):
+        return self.vector.from_elements(self.ir.VectorType.get((1,), self.f32), [x])
 
-        def single(self, x):
-            return self.vector.from_elements(self.ir.VectorType.get((1,), self.f32), [x])
+    def fast(self, text, x):
+        """An instruction of one float32 operand."""
+        text = f"{text} $0, $1;"
+        return self.llvm.inline_asm(self.f32, [x], text, "=f,f", has_side_effects=False)
 
-        def fast(self, text, x):
-            """An instruction of one float32 operand."""
-            text = f"{text} $0, $1;"
-            return self.llvm.inline_asm(self.f32, [x], text, "=f,f", has_side_effects=False)
+    def from_lane(self, x, lane: int):
+        from jaxlib.mlir.dialects import nvvm
 
-        def from_lane(self, x, lane: int):
-            from jaxlib.mlir.dialects import nvvm
+        every, clamp = self.int(-1), self.int(31)
+        bits = self.arith.bitcast(self.i32, x)
+        bits = nvvm.shfl_sync(every, bits, self.int(lane), clamp, nvvm.ShflKind.idx)
+        return self.arith.bitcast(self.f32, bits)
 
-            every, clamp = self.int(-1), self.int(31)
-            bits = self.arith.bitcast(self.i32, x)
-            bits = nvvm.shfl_sync(every, bits, self.int(lane), clamp, nvvm.ShflKind.idx)
-            return self.arith.bitcast(self.f32, bits)
+    def total(self, values):
+        """Their sum, as a tree."""
+        values = list(values)
+        while len(values) > 1:
+            pairs = zip(values[::2], values[1::2], strict=False)
+            rest = values[len(values) & ~1 :]
+            values = [self.arith.addf(a, b) for a, b in pairs] + rest
+        return values[0]
 
-        def total(self, values):
-            """Their sum, as a tree."""
-            values = list(values)
-            while len(values) > 1:
-                pairs = zip(values[::2], values[1::2], strict=False)
-                rest = values[len(values) & ~1 :]
-                values = [self.arith.addf(a, b) for a, b in pairs] + rest
-            return values[0]
+    def four(self, ref, offset):
+        """Vectors of four float32 of a reference, that hold WARPS of them from an offset."""
+        kind = self.ir.VectorType.get((4,), self.f32)
+        base = self.utils.getelementptr(self.utils.memref_ptr(ref), [offset], self.f32)
+        found = []
+        for n in range(0, WARPS, 4):
+            at = self.utils.getelementptr(base, [self.int(n)], self.f32)
+            found.extend(self.elements(self.llvm.load(kind, at, alignment=16)))
+        return found
 
-        def four(self, ref, offset):
-            """Vectors of four float32 of a reference, that hold WARPS of them from an offset."""
-            kind = self.ir.VectorType.get((4,), self.f32)
-            base = self.utils.getelementptr(self.utils.memref_ptr(ref), [offset], self.f32)
-            found = []
-            for n in range(0, WARPS, 4):
-                at = self.utils.getelementptr(base, [self.int(n)], self.f32)
-                found.extend(self.elements(self.llvm.load(kind, at, alignment=16)))
-            return found
+    def splat(self, x):
+        from jax.experimental.mosaic import gpu as mgpu
 
-        def splat(self, x):
-            from jax.experimental.mosaic import gpu as mgpu
+        return mgpu.FragmentedArray.splat(x, ())
 
-            return mgpu.FragmentedArray.splat(x, ())
+    def array(self, registers, layout):
+        from jax.experimental.mosaic import gpu as mgpu
 
-        def array(self, registers, layout):
-            from jax.experimental.mosaic import gpu as mgpu
-
-            registers = np.array(registers, dtype=object)
-            return mgpu.FragmentedArray(
-                _registers=registers, _layout=layout.to_mgpu(), _is_signed=None
-            )
-
-    return Sums()
+        registers = np.array(registers, dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
 
 def _begin(ready, *, interpret):
@@ -244,7 +237,7 @@ def _begin(ready, *, interpret):
     def begin(_, ready):
         from jaxlib.mlir.dialects import nvvm
 
-        lane = _lane()
+        lane = _Sums()
         with lane.utils.when(lane.equal(lane.utils.thread_idx(), lane.int(0))):
             for slot in range(lane.shape(ready)[0]):
                 nvvm.mbarrier_init(lane.barrier(ready, lane.int(slot)), lane.int(1))
@@ -286,7 +279,7 @@ def _fetch(
     def fetch(_, bank, partial, ring, ready, *scalars):
         from jaxlib.mlir.dialects import nvvm
 
-        lane = _lane()
+        lane = _Sums()
         arith, ir, llvm = lane.arith, lane.ir, lane.llvm
         block, sources, tokens, first, number = map(lane.scalar, scalars)
         i64, i8 = (ir.IntegerType.get_signless(n) for n in (64, 8))
@@ -334,7 +327,7 @@ def _wait(ready, slot, turn, *, interpret):
     def wait(_, ready, slot, turn):
         from jaxlib.mlir.dialects import nvvm
 
-        lane = _lane()
+        lane = _Sums()
         barrier = lane.barrier(ready, lane.scalar(slot))
         nvvm.mbarrier_try_wait_parity(barrier, lane.scalar(turn), lane.int(10_000_000))
 
@@ -357,7 +350,7 @@ def _pair(row, key, layout, *, interpret):
         return_type=plgpu.ShapeDtypeStruct((2 * THREADS,), _f32, layout=_private(2)),
     )
     def sums(_, row, key):
-        lane = _lane()
+        lane = _Sums()
         dots, squares = [lane.float(0.0)] * 2, [lane.float(0.0)] * 2  # two chains each
         for v, k in zip(row.registers, key.registers, strict=True):
             for half, (x, y) in enumerate(zip(lane.halves(v), lane.elements(k), strict=True)):
@@ -394,7 +387,7 @@ def _reduce(sums, sums_s, warpgroup, *, interpret):
 
     @plgpu.inline_mgpu(arg_types=(*[_private(2)] * len(sums), REF))
     def reduce(_, *arguments):
-        lane, (*pairs, sums_s) = _lane(), arguments
+        lane, (*pairs, sums_s) = _Sums(), arguments
         add, pick = lane.arith.addf, lane.arith.select
         units = [[lane.elements(r)[0] for r in pair.registers] for pair in pairs]
         for bit in (4, 3, 2, 1):
@@ -434,7 +427,7 @@ def _weights(sums_s, sources, most, D, eps, *, interpret):
         return_type=[plgpu.ShapeDtypeStruct((), _f32, layout=SCALAR) for _ in places],
     )
     def weights(_, sums_s, sources):
-        lane = _lane()
+        lane = _Sums()
         arith, sources = lane.arith, lane.scalar(sources)
         total = lane.total(lane.four(sums_s, lane.times(lane.lane, PITCH)))
         other, odd = lane.utils.shfl_bfly(total, 1), lane.bit(lane.lane, 0)
@@ -472,7 +465,7 @@ def _add(mixed, row, weight, layout, *, interpret):
         return_type=plgpu.ShapeDtypeStruct(row.shape, _f32, layout=layout),
     )
     def add(_, row, weight, *before):
-        lane, weight = _lane(), weight.registers.item()
+        lane, weight = _Sums(), weight.registers.item()
         registers = []
         for n, register in enumerate(row.registers):
             values = lane.halves(register)
@@ -497,7 +490,7 @@ def _square(mixed, squares_s, warpgroup, layout, *, interpret):
 
     @plgpu.inline_mgpu(arg_types=(layout, REF))
     def square(_, mixed, squares_s):
-        lane = _lane()
+        lane = _Sums()
         sums = [lane.float(0.0)] * 4
         values = [x for register in mixed.registers for x in lane.halves(register)]
         for n, x in enumerate(values):
@@ -519,7 +512,7 @@ def _scale(squares_s, D, eps, *, interpret):
         arg_types=(REF,), return_type=plgpu.ShapeDtypeStruct((), _f32, layout=SCALAR)
     )
     def scale(_, squares_s):
-        lane = _lane()
+        lane = _Sums()
         total = lane.total(lane.four(squares_s, lane.int(0)))
         square = lane.fma(total, lane.float(1 / D), lane.float(eps))
         return lane.splat(lane.fast("rsqrt.approx.f32", square))
@@ -539,7 +532,7 @@ def _normed(mixed, scale, out_norm, layout, weight_after_cast, *, interpret):
         return_type=plgpu.ShapeDtypeStruct(mixed.shape, _bf16, layout=layout),
     )
     def normed(_, mixed, scale, weight):
-        lane, scale, registers = _lane(), scale.registers.item(), []
+        lane, scale, registers = _Sums(), scale.registers.item(), []
         multiply = lambda a, b: [lane.arith.mulf(*x) for x in zip(a, b, strict=True)]  # noqa: E731
         for row, factor in zip(mixed.registers, weight.registers, strict=True):
             y = multiply(lane.halves(row), [scale] * 2)

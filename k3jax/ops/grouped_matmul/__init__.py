@@ -96,16 +96,23 @@ def experts(
     name = "tiles" if name == "xla" else name
     _log.debug("experts %s with %s -> %s (%s)", z_NL.shape, w13.shape, name, reason)
     first = None if layer is None else layer * num_experts
-    run = _differentiable(name) if name in KERNELS else IMPLEMENTATIONS[name]
-    return run(
-        *(z_NL, ids_Nk, weights_Nk, w13, w2),
-        first=first,
-        num_experts=num_experts,
-        out_dtype=jnp.dtype(out_dtype or z_NL.dtype),
-        situ_beta=situ_beta,
-        situ_linear_beta=situ_linear_beta,
-        activations=activations,
-    )
+    options = {
+        "num_experts": num_experts,
+        "out_dtype": jnp.dtype(out_dtype or z_NL.dtype),
+        "situ_beta": situ_beta,
+        "situ_linear_beta": situ_linear_beta,
+        "activations": activations,
+    }
+
+    def form(name):
+        def run(*arrays):
+            *arrays, first = arrays
+            return IMPLEMENTATIONS[name](*arrays, first=first, **options)
+
+        return run
+
+    run = choice.differentiable(form(name), form("tiles")) if name in KERNELS else form(name)
+    return run(z_NL, ids_Nk, weights_Nk, w13, w2, first)
 
 
 def activation_error(
@@ -128,32 +135,6 @@ def activation_error(
     exact_NL = experts(*arrays, **options)
     rounded_NL = experts(*arrays, activations=activations, **options)
     return jnp.linalg.norm(rounded_NL - exact_NL) / jnp.linalg.norm(exact_NL)
-
-
-def _differentiable(name: str):
-    """A kernel whose gradients, for z and weights, are those of the portable form."""
-
-    def run(*arrays, first, **options):
-        def form(name, arrays, first):
-            return IMPLEMENTATIONS[name](*arrays, first=first, **options)
-
-        @jax.custom_vjp
-        def call(arrays, first):
-            return form(name, arrays, first)
-
-        def keep(arrays, first):
-            return call(arrays, first), (arrays, first)
-
-        def pull(kept, cotangent):
-            (z, ids, weights, w13, w2), first = kept
-            back = jax.vjp(lambda z, w: form("tiles", (z, ids, w, w13, w2), first), z, weights)[1]
-            dz, dweights = back(cotangent)
-            return (dz, None, dweights, None, None), None
-
-        call.defvjp(keep, pull)
-        return call(arrays, first)
-
-    return run
 
 
 def _check(z_NL, ids_Nk, weights_Nk, w13, w2, layer) -> None:
