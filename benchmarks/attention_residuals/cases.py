@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.ceilings import H200
+from benchmarks.harness.ceilings import H200, floor
 
 L2_BYTES = 60 * 2**20  # H200
 KINDS = {
@@ -59,9 +59,8 @@ class Case:
         return self.times * self.rows * self.hidden * (6 * (self.bank + 1) + 4)
 
     def floor(self, bytes_per_second: float, operations_per_second: float) -> tuple[float, str]:
-        """(milliseconds that no version can beat, "bytes" or "operations": which says so)."""
-        moving, computing = self.moved_bytes / bytes_per_second, self.operations
-        return max((1e3 * moving, "bytes"), (1e3 * computing / operations_per_second, "operations"))
+        """See `benchmarks.harness.ceilings.floor`."""
+        return floor(self.moved_bytes, self.operations, bytes_per_second, operations_per_second)
 
 
 def rotation(case: Case, most_sets: int, most_calls: int) -> tuple[int, int]:

@@ -19,6 +19,15 @@ H200 = {
 }
 
 
+def floor(
+    moved_bytes: float, operations: float, bytes_per_second: float, operations_per_second: float
+) -> tuple[float, str]:
+    """(milliseconds that no version can beat, "bytes" or "operations": which says so)."""
+    moving = 1e3 * moved_bytes / bytes_per_second
+    computing = 1e3 * operations / operations_per_second
+    return max((moving, "bytes"), (computing, "operations"))
+
+
 def ceilings(kernels: Kernels, repeats: int, small: bool, fp8: bool = False) -> dict:
     """Bytes and bf16 operations a second, with ``fp8`` also fp8 ones; an H200's of another day, and
     why, if measuring fails."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks.harness.ceilings import floor
+
 LOWER_BOUND = -5.0
 EPS = 1e-5
 L2_BYTES = 60 * 2**20  # H200
@@ -78,10 +80,8 @@ class Case:
         return step + 2 * self.batch * _layer_weights(self)[0]
 
     def floor(self, bytes_per_second: float, operations_per_second: float) -> tuple[float, str]:
-        """(milliseconds that no version can beat, "bytes" or "operations": which says so)."""
-        moving = 1e3 * self.moved_bytes / bytes_per_second
-        computing = 1e3 * self.operations / operations_per_second
-        return max((moving, "bytes"), (computing, "operations"))
+        """See `benchmarks.harness.ceilings.floor`."""
+        return floor(self.moved_bytes, self.operations, bytes_per_second, operations_per_second)
 
 
 def _prefill_bytes(case: Case) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.ceilings import floor
 from k3jax.quantization.mxfp4 import GROUP
 
 TOKENS = (1, 16, 64, 512, 4096)
@@ -96,10 +97,9 @@ class Case:
         return 2 * 3 * self.tokens * self.chosen * self.latent * self.inner
 
     def floor(self, rates: Mapping[str, Any]) -> tuple[float, str]:
-        """(milliseconds that no version can beat, "bytes" or "operations": which says so)."""
+        """See `benchmarks.harness.ceilings.floor`."""
         rate = "fp8_operations_per_second" if self.eight else "operations_per_second"
-        moving = self.moved_bytes / rates["bytes_per_second"]
-        return max((1e3 * moving, "bytes"), (1e3 * self.operations / rates[rate], "operations"))
+        return floor(self.moved_bytes, self.operations, rates["bytes_per_second"], rates[rate])
 
 
 def _cases():
